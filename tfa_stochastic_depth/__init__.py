@@ -1,0 +1,25 @@
+"""Stochastic depth for TensorFlow: residual branches that are really not computed when dropped.
+
+Huang, Sun, Liu, Sedra, Weinberger, "Deep Networks with Stochastic Depth", arXiv 1603.09382.
+"""
+
+__version__ = "0.1.0"
+
+from tfa_stochastic_depth.layer import StochasticDepth, get_survival_probs, set_survival_probs
+from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
+from tfa_stochastic_depth.survival import constant, existing, linear_decay
+from tfa_stochastic_depth.wrap import find_residuals, wrap_residuals
+
+__all__ = [
+    "Block",
+    "Refusal",
+    "Residuals",
+    "StochasticDepth",
+    "constant",
+    "existing",
+    "find_residuals",
+    "get_survival_probs",
+    "linear_decay",
+    "set_survival_probs",
+    "wrap_residuals",
+]

@@ -1,0 +1,682 @@
+"""The one file that knows which Keras this is, and that touches what Keras keeps private.
+
+Functions are verbs on Keras objects with the same meaning on Keras 3, Keras 2.15 and tf_keras.
+Each private attribute used here is pinned by a test in `tests/test_keras_assumptions.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import random
+import warnings
+
+try:
+    import tensorflow as tf
+except ImportError as error:
+    raise ImportError(
+        "tfa_stochastic_depth needs TensorFlow 2.15 or newer: "
+        "pip install tfa-stochastic-depth[tensorflow]"
+    ) from error
+
+keras = tf.keras
+IS_KERAS_3 = hasattr(keras, "ops")
+NAME = f"Keras {keras.__version__}" if IS_KERAS_3 else f"the Keras 2 of {keras.Model.__module__}"
+
+if IS_KERAS_3 and keras.config.backend() != "tensorflow":
+    raise ImportError(
+        "tfa_stochastic_depth runs on Keras's TensorFlow backend only, and the backend here is "
+        f"{keras.config.backend()!r}: set the environment variable KERAS_BACKEND=tensorflow."
+    )
+
+if IS_KERAS_3:
+    flatten = keras.tree.flatten
+    map_structure = keras.tree.map_structure
+else:
+    flatten = tf.nest.flatten
+    map_structure = tf.nest.map_structure
+
+register = keras.utils.register_keras_serializable(package="tfa_stochastic_depth")
+
+
+# ------------------------------------------------------------------ symbolic tensors
+
+
+def is_symbolic(value):
+    """Whether a value is a symbolic tensor that belongs to a graph of calls."""
+    return isinstance(value, keras.KerasTensor) if IS_KERAS_3 else hasattr(value, "_keras_history")
+
+
+def shape(tensor):
+    """Static shape as a tuple, or `None` if even the rank is unknown."""
+    if isinstance(tensor.shape, tf.TensorShape):
+        return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
+    return None if tensor.shape is None else tuple(tensor.shape)
+
+
+def is_floating(tensor):
+    return tf.as_dtype(tensor.dtype).is_floating
+
+
+def is_dense(tensor):
+    """Whether it is an ordinary tensor, neither sparse nor ragged."""
+    if IS_KERAS_3:
+        return not (tensor.sparse or getattr(tensor, "ragged", False))
+    return isinstance(tensor.type_spec, tf.TensorSpec)
+
+
+def input_like(tensor, name):
+    """A fresh model input with the shape and dtype of a symbolic tensor."""
+    if IS_KERAS_3 or is_dense(tensor):
+        kwargs = {"batch_shape": shape(tensor), "dtype": tensor.dtype}
+        if IS_KERAS_3 and tensor.sparse:
+            kwargs["sparse"] = True
+        return keras.Input(name=name, **kwargs)
+    return keras.Input(type_spec=tensor.type_spec, name=name)
+
+
+# ------------------------------------------------------------------ models and their calls
+
+
+@functools.lru_cache(maxsize=None)
+def _functional_class():
+    """The class of functional models; Keras 3 and Keras 2 export it under no common name."""
+    x = keras.Input(shape=(1,), name="x")
+    return type(keras.Model(x, x, name="x"))
+
+
+def functional(model):
+    """The object that holds a model's graph of calls, or `None` if it has none to be read.
+
+    A class with a `call` of its own has none: its graph says nothing about what it does.
+    """
+    if isinstance(model, keras.Sequential):
+        graph = model._functional if IS_KERAS_3 else model
+        runs_graph = type(model).call is keras.Sequential.call
+    else:
+        graph = model
+        runs_graph = isinstance(model, keras.Model) and (
+            getattr(type(model), "call", None) is _functional_class().call
+        )
+    return graph if runs_graph and hasattr(graph, "_nodes_by_depth") else None
+
+
+def is_functional(layer):
+    """Whether a layer is itself a model whose graph of calls can be read."""
+    return isinstance(layer, keras.Model) and functional(layer) is not None
+
+
+def check_functional(model):
+    """Raises an error that says what to do if a model has no graph to be read."""
+    cls = type(model)
+    if not isinstance(model, keras.Model):
+        if any(c.__name__ == "Model" and "keras" in c.__module__ for c in cls.__mro__):
+            raise TypeError(
+                f"`model` belongs to another Keras than the one in use here ({NAME}). Build it "
+                "with `tf.keras`, and set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported if "
+                f"it must be a `tf_keras` model. Received: {cls.__module__}.{cls.__name__}."
+            )
+        raise TypeError(
+            "`model` must be a functional or Sequential keras.Model. "
+            f"Received: {model!r} (of type {cls.__name__})."
+        )
+    if functional(model) is None:
+        if isinstance(model, keras.Sequential) and cls.call is keras.Sequential.call:
+            raise ValueError(
+                f"`model` must be built, and the Sequential model {model.name!r} is not: start it "
+                "with a keras.Input, or call `model.build(input_shape)` first."
+            )
+        raise TypeError(
+            "`model` must be a functional or Sequential model: the code of a subclassed model "
+            "cannot be searched for residual sums. Put `StochasticDepth(layer, survival_prob)` "
+            "around the residual branches where the class makes them, or build the model with "
+            f"keras.Model(inputs, outputs). Received: {model.name!r} (of type {cls.__name__}, "
+            "which has a `call` of its own)."
+        )
+
+
+def check_no_side_losses(graph):
+    """Keras 2: refuses losses and metrics added to a model's tensors, which a rebuild loses."""
+    if min(graph._nodes_by_depth) < 0:
+        raise ValueError(
+            f"`model` {graph.name!r} has losses or metrics added with `model.add_loss(tensor)` or "
+            "`model.add_metric(tensor)`, which a rebuilt model would lose. Add them inside a "
+            "layer's `call`, or compute them from the model's outputs."
+        )
+
+
+def calls(graph):
+    """Keras's records of the calls that belong to a functional model, in running order."""
+    return [
+        node
+        for depth in sorted(graph._nodes_by_depth, reverse=True)
+        for node in graph._nodes_by_depth[depth]
+    ]
+
+
+def signature(graph):
+    """The inputs and the outputs of a functional model, in the structures they were given in."""
+    if IS_KERAS_3:
+        return graph._inputs_struct, graph._outputs_struct
+    return graph._nested_inputs, graph._nested_outputs
+
+
+def is_input_call(node):
+    return isinstance(callee(node), keras.layers.InputLayer)
+
+
+def callee(node):
+    """The layer or operation that is called."""
+    return node.operation if IS_KERAS_3 else node.layer
+
+
+def call_arguments(node):
+    """The positional and keyword arguments of a call, symbolic tensors and all."""
+    if IS_KERAS_3:
+        return node.arguments.args, node.arguments.kwargs
+    return node.call_args, node.call_kwargs
+
+
+def tensors_in(node):
+    """The symbolic tensors among a call's arguments, with repeats."""
+    return [t for t in flatten(call_arguments(node)) if is_symbolic(t)]
+
+
+def tensors_out(node):
+    return flatten(node.outputs)
+
+
+def addends(node):
+    """The symbolic tensors that a call adds up, or () if it is no sum or adds a constant."""
+    op = callee(node)
+    args, kwargs = call_arguments(node)
+    if isinstance(op, keras.layers.Add):
+        if type(op)._merge_function is not keras.layers.Add._merge_function:
+            return ()
+        operands = flatten(args[0]) if args else flatten(kwargs)
+    elif _operation(op) in ("Add", "__operators__.add", "math.add"):
+        operands = [*args, *(kwargs[k] for k in ("x", "x1", "y", "x2") if k in kwargs)]
+    elif _operation(op) in ("math.add_n", "math.accumulate_n"):
+        operands = flatten(args[0] if args else kwargs["inputs"])
+    else:
+        return ()
+    return tuple(operands) if all(map(is_symbolic, operands)) else ()
+
+
+def _operation(op):
+    """What an operation that is no layer does: its class on Keras 3, TensorFlow's name on 2."""
+    if IS_KERAS_3:
+        return None if isinstance(op, keras.layers.Layer) else type(op).__name__
+    return getattr(op, "symbol", None)
+
+
+# ------------------------------------------------------------------ what layers are
+
+_PROJECTION_LAYERS = tuple(
+    getattr(keras.layers, name)
+    for name in dir(keras.layers)
+    if isinstance(getattr(keras.layers, name), type)
+    and (
+        name in ("Dense", "EinsumDense", "Reshape", "Permute", "Flatten", "Rescaling")
+        or name.endswith("Normalization")
+        or any(
+            part in name for part in ("Conv", "Pooling", "ZeroPadding", "Cropping", "UpSampling")
+        )
+    )
+    and not name.startswith("ConvLSTM")
+)
+_PROJECTION_OPERATIONS = frozenset(
+    # Keras 3's operation classes
+    "AveragePool MaxPool Pad Reshape Transpose GetItem Squeeze ExpandDims "
+    # TensorFlow's symbols, as Keras 2 records them
+    "nn.avg_pool nn.avg_pool2d nn.max_pool nn.max_pool2d pad reshape transpose squeeze "
+    "expand_dims __operators__.getitem strided_slice".split()
+)
+
+
+def is_projection(layer):
+    """Whether a layer only changes size: convolution, dense, norm, pooling, padding, reshape."""
+    if is_functional(layer):
+        nodes = calls(functional(layer))
+        return all(is_input_call(n) or is_projection(callee(n)) for n in nodes)
+    if isinstance(layer, _PROJECTION_LAYERS):
+        return True
+    if type(layer).__name__ == "SlicingOpLambda":
+        return True
+    return _operation(layer) in _PROJECTION_OPERATIONS
+
+
+def is_embedding(layer):
+    """Whether a layer looks vectors up: `Embedding`, and position embeddings of any library."""
+    return isinstance(layer, keras.layers.Embedding) or "Embedding" in type(layer).__name__
+
+
+def own_survival_prob(layer):
+    """The probability with which a drop of whole branches keeps them, or `None` for other layers.
+
+    Known are `Dropout` with a `noise_shape` of ones, and the layers named `DropPath` or
+    `StochasticDepth` that hold a drop rate (keras.applications, KerasHub, KerasCV).
+    """
+    if isinstance(layer, keras.layers.Dropout):
+        noise_shape = getattr(layer, "noise_shape", None)
+        whole = noise_shape is not None and len(noise_shape) > 1 and set(noise_shape[1:]) == {1}
+        return 1.0 - layer.rate if whole else None
+    if type(layer).__name__ in ("DropPath", "StochasticDepth"):
+        for attribute in ("drop_path_rate", "rate"):
+            if isinstance(getattr(layer, attribute, None), (int, float)):
+                return 1.0 - getattr(layer, attribute)
+    return None
+
+
+def sublayers(layer):
+    """The layers directly inside a layer, in order."""
+    if not isinstance(layer, keras.layers.Layer):
+        return []
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def with_sublayers(layer):
+    """A layer and all layers inside it, each once, in an order that depends on its class only."""
+    found = {id(layer): layer}
+    for child in sublayers(layer):
+        found.update((id(part), part) for part in with_sublayers(child) if id(part) not in found)
+    return list(found.values())
+
+
+def weights(layer):
+    return layer.weights if isinstance(layer, keras.layers.Layer) else []
+
+
+def count_params(layer):
+    return sum(math.prod(w.shape) for w in weights(layer))
+
+
+def count_weighted(layer):
+    """How many layers with weights a layer holds; 1 for one that has its own."""
+    if not weights(layer):
+        return 0
+    leaves = [part for part in with_sublayers(layer) if not sublayers(part) and weights(part)]
+    return max(1, len(leaves))
+
+
+def is_synchronized(layer):
+    """Whether a layer is a BatchNormalization that takes its statistics over all replicas."""
+    return bool(getattr(layer, "synchronized", False)) or "SyncBatchNorm" in type(layer).__name__
+
+
+def accepts(layer, argument):
+    """Whether a layer's `call` takes an argument of this name."""
+    return argument in inspect.signature(layer.call).parameters
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+def policy_like(layer):
+    """The dtype policy of a layer, to be given to another."""
+    return layer.dtype_policy
+
+
+def policy_for(dtype):
+    """The name of a dtype policy that computes in `dtype` and keeps its variables in float32."""
+    dtype = tf.as_dtype(dtype).name
+    return f"mixed_{dtype}" if dtype in ("float16", "bfloat16") else dtype
+
+
+def output_policy(node):
+    """The dtype policy under which a layer gives what a call gives."""
+    op = callee(node)
+    if isinstance(op, keras.layers.Add):
+        return policy_like(op)
+    return policy_for(tensors_out(node)[0].dtype)
+
+
+def emits_mask(node):
+    """Whether a sum hands the masks of its inputs on: the `Add` layer does, operators do not."""
+    return isinstance(callee(node), keras.layers.Add)
+
+
+# ------------------------------------------------------------------ copies and rebuilt models
+
+
+def copy_input(tensor):
+    """A fresh symbolic input, made like the one that `tensor` is."""
+    layer = tensor._keras_history[0]
+    return type(layer).from_config(layer.get_config()).output
+
+
+def copy_layer(layer):
+    """A new layer or operation of the same configuration, without its weights.
+
+    Raises:
+        ValueError: If it cannot be copied.
+    """
+    if type(layer) is keras.layers.Lambda:
+        return _copy_lambda(layer)
+    parts = {type(part).__name__: type(part) for part in with_sublayers(layer)}
+    try:
+        with keras.utils.custom_object_scope(parts):
+            return type(layer).from_config(layer.get_config())
+    except Exception as error:  # whatever a foreign get_config or constructor may raise
+        raise ValueError(
+            f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied. Give its "
+            "class a `get_config` that returns its constructor's arguments, or pass "
+            "`share_layers=True`, so that the result uses the model's own layers instead of "
+            f"copies. The error was: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _copy_lambda(layer):
+    """Keras refuses to load a Lambda's code from a config; here the function is at hand."""
+    return keras.layers.Lambda(
+        layer.function,
+        output_shape=layer._output_shape,
+        mask=layer.mask,
+        arguments=layer.arguments,
+        name=layer.name,
+        dtype=policy_like(layer),
+    )
+
+
+def copy_state(layer, twin):
+    """Gives a built copy the weights and the trainable flags of its original.
+
+    Raises:
+        ValueError: If their weights do not match.
+    """
+    if not isinstance(layer, keras.layers.Layer):
+        return
+    if [tuple(w.shape) for w in layer.weights] != [tuple(w.shape) for w in twin.weights]:
+        raise ValueError(
+            f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied: made "
+            f"anew from its configuration it has {len(twin.weights)} weights, and the original "
+            f"has {len(layer.weights)}, or their shapes differ. Make its `get_config` complete, "
+            "or pass `share_layers=True`."
+        )
+    if layer.weights:
+        twin.set_weights(layer.get_weights())
+    copy_trainable(layer, twin)
+
+
+def copy_trainable(layer, twin):
+    """Sets the trainable flags of a layer and the layers inside it as another has them."""
+    pairs = zip(with_sublayers(layer), with_sublayers(twin))
+    flags = [(part, bool(original.trainable)) for original, part in pairs]
+    for part, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
+        part.trainable = flag
+
+
+def is_plain(model):
+    """Whether a model is of one of Keras's own functional classes."""
+    return type(model) in (keras.Model, keras.Sequential, _functional_class())
+
+
+def rebuild(model, inputs, outputs):
+    """A model of the same class and name around a new graph.
+
+    Falls back to `keras.Model` for classes with a constructor of their own, with a warning if
+    the class also says how to train. A Sequential model becomes a functional one.
+    """
+    cls = type(model)
+    if is_plain(model):
+        cls = keras.Model
+    elif _has_own_constructor(cls):
+        own = [
+            name
+            for name in ("train_step", "test_step", "predict_step", "compute_loss")
+            if getattr(cls, name, None) is not getattr(keras.Model, name, None)
+        ]
+        if own:
+            warnings.warn(
+                f"{cls.__name__} has a constructor of its own, so the result is a plain "
+                f"keras.Model without its {', '.join(own)}. Wrap the functional model inside, and "
+                f"make the {cls.__name__} from the result.",
+                stacklevel=2,
+            )
+        cls = keras.Model
+    return cls(inputs=inputs, outputs=outputs, name=model.name)
+
+
+def _has_own_constructor(cls):
+    library = (keras.Model, _functional_class(), *keras.Model.__mro__)
+    return any("__init__" in vars(c) for c in cls.__mro__ if c not in library)
+
+
+# ------------------------------------------------------------------ inside a layer's call
+
+
+def add_scalar(layer, name, value):
+    """Adds a non-trainable float32 scalar to a layer, never cast to another dtype."""
+    autocast = {"autocast" if IS_KERAS_3 else "experimental_autocast": False}
+    return layer.add_weight(
+        name=name,
+        shape=(),
+        dtype="float32",
+        initializer=keras.initializers.Constant(value),
+        trainable=False,
+        **autocast,
+    )
+
+
+def read_scalar(variable):
+    """A scalar float32 variable as the shortest Python float that rounds to it."""
+    with tf.init_scope():
+        value = keras.ops.convert_to_numpy(variable) if IS_KERAS_3 else variable.numpy()
+    return float(str(value))
+
+
+def make_seed_state(layer, seed):
+    """Gives a layer a state of two integers, a seed and a counter, kept in checkpoints.
+
+    Args:
+        layer: The layer that owns it.
+        seed: An integer, or `None` for one drawn as Keras draws its default seeds (so that
+            `keras.utils.set_random_seed` decides it).
+    """
+    if IS_KERAS_3:
+        return keras.random.SeedGenerator(seed)
+    seed = random.randint(1, int(1e9)) if seed is None else seed
+    return layer.add_weight(
+        name="seed_generator_state",
+        shape=(2,),
+        dtype="int64",
+        initializer=lambda shape, dtype=None, **_: tf.constant([seed, 0], dtype or tf.int64),
+        trainable=False,
+        # Each replica counts for itself, in step with the others: no communication, and so
+        # allowed in a cond.
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def next_seed(state):
+    """The seed of this draw, an integer tensor of shape (2,); the counter moves on."""
+    if IS_KERAS_3:
+        return tf.cast(state.next(), tf.int64)
+    seed = tf.identity(state)
+    state.assign_add([0, 1])
+    return seed
+
+
+def build(layer, args, kwargs):
+    """Makes the variables of a layer, by tracing a call on tensors like these without running it."""
+    if not layer.built:
+        trace(layer, args, kwargs)
+
+
+def build_from_shape(layer, shape):
+    """Makes the variables of a layer that takes one tensor, of the given shape."""
+    shape = tuple(shape) if isinstance(shape, (tuple, list, tf.TensorShape)) else None
+    one_shape = shape is not None and all(d is None or isinstance(d, int) for d in shape)
+    required = [
+        p
+        for p in inspect.signature(layer.call).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if one_shape and len(required) == 1:
+        build(layer, (tf.TensorSpec(shape, layer.compute_dtype),), {})
+
+
+def trace(layer, args, kwargs):
+    """What a layer gives for tensors like these, as symbolic tensors; nothing is computed.
+
+    Args:
+        layer: A layer.
+        args: Its positional arguments: tensors or `tf.TensorSpec`s, nested or not.
+        kwargs: Its keyword arguments: the same, or values of other types.
+    """
+    leaves = tf.nest.flatten((args, kwargs))
+    spots = [i for i, x in enumerate(leaves) if _spec(x) is not None]
+
+    def run(*tensors):
+        values = list(leaves)
+        for spot, tensor in zip(spots, tensors):
+            values[spot] = tensor
+        a, k = tf.nest.pack_sequence_as((args, kwargs), values)
+        outputs, _ = collect_losses(layer, lambda: layer(*a, training=False, **k))
+        return outputs
+
+    function = tf.function(run, autograph=False)
+    return function.get_concrete_function(*(_spec(leaves[i]) for i in spots)).structured_outputs
+
+
+def trace_key(args, kwargs):
+    """A hashable key, equal where `trace` must give the same."""
+    leaves = tf.nest.flatten((args, kwargs))
+    return tuple(repr(x) if _spec(x) is None else _spec(x) for x in leaves)
+
+
+def trace_sizes(layer, args, kwargs, sizes):
+    """The shapes that a layer gives where axis `i` of its inputs, if unknown, has `sizes[i]`."""
+
+    def resized(x):
+        spec = _spec(x)
+        if not isinstance(spec, tf.TensorSpec):
+            return x
+        known = [sizes[axis] if size is None else size for axis, size in enumerate(spec.shape)]
+        return tf.TensorSpec(known, spec.dtype)
+
+    args, kwargs = tf.nest.map_structure(resized, (args, kwargs))
+    return [tuple(y.shape) for y in tf.nest.flatten(trace(layer, args, kwargs))]
+
+
+def _spec(x):
+    if isinstance(x, tf.TypeSpec):
+        return x
+    return tf.type_spec_from_value(x) if tf.is_tensor(x) else None
+
+
+def collect_losses(layer, run):
+    """Runs a function that calls `layer`; returns its result and the losses it left in the layer.
+
+    Losses made inside a tf.cond cannot be read outside it, so they are taken out of the layers
+    that recorded them, and the caller hands them on as outputs of the cond.
+    """
+    parts = with_sublayers(layer)
+    before = {id(part): len(_recorded(part)) for part in parts}
+    result = run()
+    losses = []
+    for part in with_sublayers(layer):
+        recorded = _recorded(part)
+        losses += recorded[before.get(id(part), 0) :]
+        del recorded[before.get(id(part), 0) :]
+    return result, losses
+
+
+def _recorded(layer):
+    if IS_KERAS_3:
+        return layer._losses
+    # What the symbolic call left there belongs to Keras's scratch graph and would be read again
+    # whenever the eager list is empty, as it is after a dropped step.
+    del layer._losses[:]
+    return layer._eager_losses
+
+
+def add_losses(layer, losses):
+    for loss in losses:
+        layer.add_loss(loss)
+
+
+def mask_of(tensor):
+    return getattr(tensor, "_keras_mask", None)
+
+
+def sum_mask(tensors, masks):
+    """The mask that `keras.layers.Add` gives its sum."""
+    return keras.layers.Add(name="sum").compute_mask(tensors, masks)
+
+
+def set_mask(tensors, mask):
+    if mask is not None:
+        for tensor in tf.nest.flatten(tensors):
+            tensor._keras_mask = mask
+
+
+def output_mask(layer, inputs, mask):
+    """The mask that a layer gives its output, by what it does with masks, without running it.
+
+    A model hands the mask of its (first) input on if all of its layers do.
+    """
+    if isinstance(layer, keras.Model):
+        leaves = [part for part in with_sublayers(layer) if not sublayers(part)]
+        passes = all(_supports_masking(part) for part in leaves)
+        return flatten(mask)[0] if passes and mask is not None else None
+    return layer.compute_mask(inputs, mask) if _supports_masking(layer) else None
+
+
+def _supports_masking(layer):
+    if isinstance(layer, keras.layers.InputLayer) or layer.supports_masking:
+        return True
+    return not IS_KERAS_3 and not getattr(layer.compute_mask, "_is_default", False)
+
+
+def take_call_arguments(wrapper, layer):
+    """Lets a wrapper whose `call` has catch-alls take the arguments of the layer in it by name.
+
+    Keras 3 sorts a call's arguments by name, and refuses tensors beside other values in one
+    catch-all (`attention_mask=tensor, use_causal_mask=True`).
+    """
+    if not IS_KERAS_3:
+        return
+    own = list(inspect.signature(wrapper.call).parameters.values())
+    named = {p.name for p in own}
+    inner = [
+        p
+        for p in list(inspect.signature(layer.call).parameters.values())[1:]
+        if p.name not in named and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    rank = lambda p: (p.kind, p is not own[0])  # noqa: E731
+    wrapper._call_signature = inspect.Signature(sorted([*own, *inner], key=rank))
+
+
+def unconverted(function):
+    """Marks a function that AutoGraph shall run as it is, and still convert what it calls.
+
+    `tf.autograph.experimental.do_not_convert` would also keep AutoGraph from the wrapped layers,
+    whose code may need it; without a mark, converting this package's code takes longer than all
+    else when a model is wrapped on Keras 2.
+    """
+    function.autograph_info__ = None
+    return function
+
+
+if IS_KERAS_3:
+
+    class Wrapper(keras.layers.Wrapper):
+        """Keras's `Wrapper`, whose output is found without tracing where that can be.
+
+        A subclass has `check_sum(shortcut, branch)`, which raises an error unless the two add up.
+        """
+
+        def compute_output_spec(self, inputs, *args, shortcut=None, **kwargs):
+            if is_functional(self.layer) and is_symbolic(shortcut) and not args:
+                spec = self.layer.compute_output_spec(inputs)
+                self.check_sum(shortcut, spec)
+                return keras.KerasTensor(shortcut.shape, dtype=self.compute_dtype)
+            if shortcut is not None:
+                kwargs["shortcut"] = shortcut
+            return keras.Operation.compute_output_spec(self, inputs, *args, **kwargs)
+
+else:
+    Wrapper = keras.layers.Wrapper

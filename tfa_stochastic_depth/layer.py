@@ -1,0 +1,543 @@
+"""`StochasticDepth`, the layer wrapper, and the function under it."""
+
+from __future__ import annotations
+
+import numbers
+
+import tensorflow as tf
+
+from tfa_stochastic_depth import _keras
+from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
+
+keras = _keras.keras
+
+RESCALES = ("inference", "training")
+
+
+def draw_switch(seed, survival_prob):
+    """Draws the paper's b, true with probability `survival_prob`.
+
+    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA:
+    Philox is named because the default generator depends on the device, and the uniform number
+    is made from its bits here because TensorFlow and XLA round them differently.
+
+    Args:
+        seed: Integer tensor of shape (2,).
+        survival_prob: float32 scalar tensor in [0, 1]. 0 is never true and 1 always.
+
+    Returns:
+        A bool scalar tensor.
+    """
+    bits = tf.random.stateless_uniform(
+        (), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
+    )
+    upper = tf.cast(tf.bitwise.right_shift(bits, tf.constant(8, tf.uint32)), tf.int32)
+    u = tf.cast(upper, tf.float32) * 2.0**-24  # in [0, 1), exact
+    return u < survival_prob
+
+
+def run_or_skip(switch, run, skip):
+    """`run()` where the switch is on and `skip(...)` where it is off; the other is not computed.
+
+    Args:
+        switch: Bool scalar tensor.
+        run: A function that returns (outputs, losses), losses being a list of tensors.
+        skip: A function that returns outputs of the same structure, shapes and dtypes. It is given
+            what `run` returned as symbolic tensors of another graph, of use only for their static
+            shapes, or `None` in eager mode.
+
+    Returns:
+        (outputs, losses). When skipped, the losses are zeros in a graph and absent in eager mode.
+    """
+    traced = []
+
+    def kept():
+        traced.append(run())
+        return traced[-1]
+
+    def dropped():  # traced after `kept`; in eager mode the only one that is called
+        outputs, losses = traced[-1] if traced else (None, [])
+        return skip(outputs), [tf.zeros(loss.shape, loss.dtype) for loss in losses]
+
+    return tf.cond(switch, kept, dropped)
+
+
+@tf.custom_gradient
+def _with_zero_gradients(y, *weights):
+    """`y`, as a function of `weights` on which it does not depend.
+
+    In a graph the gradient of a dropped branch is zero; in eager mode there would be none, and
+    Keras would warn about that in every step.
+    """
+
+    def gradient(dy):
+        return (dy, *(tf.zeros_like(w) for w in weights))
+
+    return tf.identity(y), gradient
+
+
+class _Arguments:
+    """The arguments of one call; the shortcut is already cast."""
+
+    def __init__(self, inputs, args, kwargs, shortcut):
+        self.inputs = inputs
+        self.args = args
+        self.kwargs = kwargs
+        self.shortcut = shortcut
+
+
+class _Specs:
+    """Symbolic outputs of layers by the shapes and dtypes of their inputs, traced once each."""
+
+    def __init__(self):
+        self._known = {}
+
+    def outputs(self, layer, args, kwargs):
+        key = _keras.trace_key(args, kwargs)
+        if key not in self._known:
+            self._known[key] = _keras.trace(layer, args, kwargs)
+        return self._known[key]
+
+
+def zeros_like_output(layer, arguments, outputs, dtype):
+    """Zeros of the shapes that a layer's outputs would have, without running it.
+
+    A size that is unknown statically is taken from the layer's first input: axis 0 is the batch,
+    as everywhere in Keras, and for another axis the layer is traced on two made-up sizes to see
+    which axis of the input it follows.
+
+    Args:
+        layer: The layer.
+        arguments: What it is called with.
+        outputs: Its outputs as symbolic tensors.
+        dtype: Dtype of the zeros.
+
+    Raises:
+        ValueError: If a size follows no axis of the input.
+    """
+    first = tf.nest.flatten(arguments.inputs)[0]
+    leaves = tf.nest.flatten(outputs)
+    probes = []
+    if any(size is None for y in leaves for size in tuple(y.shape)[1:]):
+        for step in (8, 24):
+            sizes = [None, *(64 + step * axis for axis in range(1, 32))]
+            shapes = _keras.trace_sizes(layer, arguments.args, arguments.kwargs, sizes)
+            probes.append((sizes, shapes))
+
+    def size(leaf, axis, known):
+        if known is not None:
+            return known
+        if axis == 0:
+            return tf.shape(first)[0]
+        for source in range(1, len(first.shape)):
+            if all(shapes[leaf][axis] == sizes[source] for sizes, shapes in probes):
+                return tf.shape(first)[source]
+        raise ValueError(
+            f"The size of axis {axis} of what {layer.name!r} gives, {tuple(leaves[leaf].shape)}, "
+            "is not known before it runs, so nothing can stand in for it when it is dropped. Pass "
+            "`shortcut=` in the call, or a `skip`."
+        )
+
+    zeros = [
+        tf.zeros([size(leaf, axis, known) for axis, known in enumerate(y.shape)], dtype)
+        for leaf, y in enumerate(leaves)
+    ]
+    return tf.nest.pack_sequence_as(outputs, zeros)
+
+
+_map = tf.nest.map_structure
+
+
+def _static(training):
+    """`training` as a Python bool, or as a bool tensor if its value is not known yet."""
+    if tf.is_tensor(training):
+        value = tf.get_static_value(training)
+        return tf.cast(training, tf.bool) if value is None else bool(value)
+    return bool(training)
+
+
+def _scaled(y, weight):
+    return y if weight is None else y * tf.cast(weight, y.dtype)
+
+
+def _check_layer(layer):
+    if not isinstance(layer, keras.layers.Layer):
+        raise TypeError(
+            "`layer` must be a keras layer or model (an object, not a class). "
+            f"Received: {layer!r} (of type {type(layer).__name__})."
+        )
+
+
+def check_options(mode, rescale, seed):
+    """Checks the options that the layer and `wrap_residuals` share."""
+    if mode == "row":
+        raise ValueError(
+            '`mode="row"` (each sample on its own) is not in this version. Use mode="batch": one '
+            "switch per step for the whole batch, as in the paper."
+        )
+    if mode != "batch":
+        raise ValueError(f'`mode` must be "batch". Received: {mode!r}.')
+    if rescale not in RESCALES:
+        raise ValueError(f'`rescale` must be "inference" or "training". Received: {rescale!r}.')
+    if seed is not None and (not isinstance(seed, numbers.Integral) or isinstance(seed, bool)):
+        raise TypeError(f"`seed` must be an integer or None. Received: {seed!r}.")
+
+
+def _check_skip(skip):
+    if not (skip is None or isinstance(skip, keras.layers.Layer) or skip == "identity"):
+        raise ValueError(
+            '`skip` must be None (zeros), "identity" (the inputs) or a keras layer. '
+            f"Received: {skip!r}."
+        )
+
+
+@_keras.register
+class StochasticDepth(_keras.Wrapper):
+    """Runs a layer in a random part of the training steps, and always, scaled, at inference.
+
+    With `f = layer(x)`, `s` what stands in for it, `p = survival_prob` and the switch
+    `b ~ Bernoulli(p)`, one for the whole batch:
+
+    | `rescale` | training | inference |
+    |---|---|---|
+    | "inference" (the paper, TFA) | `f` if b else `s` | `p * f + (1 - p) * s` |
+    | "training" (timm, torchvision) | `s + (f - s) / p` if b else `s` | `f` |
+
+    When the switch is off the layer is not computed, forward or backward: it runs inside
+    `tf.cond`. The usual residual sum goes inside as well if the shortcut is handed over:
+    `StochasticDepth(branch, 0.8)(x, shortcut=x)` is `x + branch(x)`, or just `x`.
+
+    A dropped step leaves everything in the layer alone (moving statistics, dropout masks,
+    activity losses), and its weights get a gradient of zero. Optimizers with momentum or weight
+    decay still move weights whose gradient is zero.
+
+    Source: Huang, Sun, Liu, Sedra, Weinberger, "Deep Networks with Stochastic Depth",
+    arXiv 1603.09382.
+
+    Args:
+        layer: The `keras.layers.Layer` (or model) to run or drop. Its outputs must be
+            floating-point.
+        survival_prob: Probability in [0, 1] that the layer runs in a training step. 0 and 1 are
+            exact: never and always. It is kept in a non-trainable float32 variable, so that
+            assigning to `.survival_prob` acts at once, without a new trace.
+        mode: "batch": one switch per step for the whole batch.
+        rescale: "inference" or "training", as in the table above.
+        skip: What stands in for the layer when it is dropped. `None`: zeros, to be added to a
+            shortcut (by the caller, or in here by `shortcut=`). "identity": the inputs, for a
+            layer that is a whole residual block. A layer: that layer on the inputs, for blocks
+            that change the shape.
+        seed: Integer from which the switches follow, or `None` for one that follows from
+            `keras.utils.set_random_seed`. Layers that shall drop independently need different
+            seeds.
+        **kwargs: `name`, `trainable`, and `dtype`, which is `layer`'s own policy by default.
+            `supports_masking=False` stops masks here.
+
+    Call arguments:
+        inputs: What `layer` takes first: a tensor `(batch, ...)` or a nested structure of them.
+        *args, **kwargs: What else `layer` takes.
+        shortcut: A tensor of the shape of `layer`'s output `(batch, ...)`, to which the branch
+            is added. Only with `skip=None`.
+        training: Python bool: whether to draw a switch.
+        mask: Handed to `layer` if it takes one.
+
+    Returns:
+        A tensor (or structure) of the shape of `layer`'s output, in this layer's compute dtype.
+
+    Raises:
+        TypeError: If `layer` is not a layer, or `survival_prob` not a number.
+        ValueError: If an argument is not one of those named above, if `shortcut` or what `skip`
+            gives has another shape than the layer's output, or if the layer holds a synchronized
+            BatchNormalization and is trained on several replicas.
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from tfa_stochastic_depth import StochasticDepth
+    >>> x = tf.keras.Input(shape=(16,))
+    >>> y = StochasticDepth(tf.keras.layers.Dense(16), survival_prob=0.8)(x, shortcut=x)
+    >>> model = tf.keras.Model(x, y)
+    >>> model.layers[-1].survival_prob
+    0.8
+    """
+
+    def __init__(
+        self,
+        layer,
+        survival_prob=0.5,
+        *,
+        mode="batch",
+        rescale="inference",
+        skip=None,
+        seed=None,
+        **kwargs,
+    ):
+        _check_layer(layer)
+        check_options(mode, rescale, seed)
+        _check_skip(skip)
+        survival_prob = check_survival_prob(survival_prob)
+        supports_masking = kwargs.pop("supports_masking", True)
+        kwargs.setdefault("dtype", _keras.policy_like(layer))
+        # The wrapped layer casts what it takes by its own policy. Casting here as well would
+        # round its inputs twice.
+        super().__init__(layer, autocast=False, **kwargs)
+        self.mode = mode
+        self.rescale = rescale
+        self.skip = skip
+        self.seed = seed
+        self.supports_masking = supports_masking
+        self._specs = _Specs()
+        self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
+        self._seed_state = _keras.make_seed_state(self, seed)
+        _keras.take_call_arguments(self, layer)
+
+    @property
+    def survival_prob(self):
+        """Probability in [0, 1] that the layer runs in a training step, a float.
+
+        Assigning writes the variable behind it, which acts on the next step of a compiled model.
+        """
+        return _keras.read_scalar(self._survival_prob)
+
+    @survival_prob.setter
+    def survival_prob(self, value):
+        self._survival_prob.assign(check_survival_prob(value))
+
+    def build(self, input_shape=None):
+        for layer in (self.layer, self.skip):
+            if isinstance(layer, keras.layers.Layer):
+                _keras.build_from_shape(layer, input_shape)
+        self.built = True
+
+    @_keras.unconverted
+    def call(self, inputs, *args, shortcut=None, training=None, mask=None, **kwargs):
+        if mask is not None and _keras.accepts(self.layer, "mask"):
+            kwargs["mask"] = mask
+        arguments = _Arguments(inputs, (inputs, *args), kwargs, self._shortcut(shortcut))
+        _keras.build(self.layer, arguments.args, kwargs)
+        if isinstance(self.skip, keras.layers.Layer):
+            _keras.build(self.skip, (inputs,), {})
+        training = _static(training)
+        if training is False:
+            outputs = self._kept(arguments, training, self._weight(training))
+        else:
+            outputs = self._train(arguments, training)
+        if tf.is_tensor(shortcut) and self.supports_masking:
+            _keras.set_mask(outputs, self._sum_mask(arguments, outputs, mask))
+        return outputs
+
+    def _train(self, arguments, training):
+        """Draws the switch, and computes the layer if it is on."""
+        self._check_replicas()
+        switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
+        if training is not True:  # a tensor: at inference every layer runs
+            switch = tf.logical_or(switch, tf.logical_not(training))
+        outputs, losses = run_or_skip(
+            switch,
+            lambda: _keras.collect_losses(
+                self, lambda: self._kept(arguments, training, self._weight(training))
+            ),
+            lambda kept: self._dropped(arguments, training, kept),
+        )
+        _keras.add_losses(self, losses)
+        return outputs
+
+    def _kept(self, arguments, training, weight):
+        """`weight * f + (1 - weight) * s`, plus the shortcut; a weight of `None` is 1."""
+        f = self._cast(self.layer(*arguments.args, training=training, **arguments.kwargs))
+        if arguments.shortcut is not None:
+            self.check_sum(arguments.shortcut, f)
+            return _map(lambda a, y: a + _scaled(y, weight), arguments.shortcut, f)
+        if self.skip is None or weight is None:
+            return _map(lambda y: _scaled(y, weight), f)
+        s = self._skipped(arguments, training, f)
+        return _map(lambda y, z: _scaled(y, weight) + _scaled(z, 1.0 - weight), f, s)
+
+    def _dropped(self, arguments, training, kept):
+        """What takes the layer's place. `kept` is its traced output, `None` in eager mode."""
+        if kept is None:
+            kept = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
+        if arguments.shortcut is not None:
+            self.check_sum(arguments.shortcut, kept)
+            outputs = arguments.shortcut
+        elif self.skip is not None:
+            outputs = self._skipped(arguments, training, kept)
+        else:
+            outputs = zeros_like_output(self.layer, arguments, kept, self.compute_dtype)
+        if tf.executing_eagerly():
+            weights = [tf.convert_to_tensor(w) for w in self.layer.trainable_weights]
+            outputs = _map(lambda y: _with_zero_gradients(y, *weights), outputs)
+        return outputs
+
+    def _skipped(self, arguments, training, like):
+        """What `skip` gives."""
+        if isinstance(self.skip, keras.layers.Layer):
+            outputs = self.skip(arguments.inputs, training=training)
+        else:
+            outputs = arguments.inputs
+        outputs = self._cast(outputs)
+        self._check_shapes("what `skip` gives", outputs, like)
+        return outputs
+
+    def _weight(self, training):
+        """The factor on a kept layer's output, a float32 tensor, or `None` where it is 1."""
+        p = self._survival_prob
+        if self.rescale == "inference":
+            if training is True:
+                return None
+            return tf.convert_to_tensor(p) if training is False else tf.where(training, 1.0, p)
+        if training is False:
+            return None
+        return 1.0 / p if training is True else tf.where(training, 1.0 / p, 1.0)
+
+    def _cast(self, tensors):
+        """Tensors in this layer's compute dtype."""
+
+        def cast(x):
+            if not x.dtype.is_floating:
+                raise ValueError(
+                    f"StochasticDepth {self.name!r} scales what its layer gives, which must be "
+                    f"floating-point. Received: {x.dtype.name} from {self.layer.name!r}."
+                )
+            return tf.cast(x, self.compute_dtype)
+
+        return _map(cast, tensors)
+
+    def _shortcut(self, shortcut):
+        if shortcut is None:
+            return None
+        return self._cast(_map(tf.convert_to_tensor, shortcut))
+
+    def check_sum(self, shortcut, branch):
+        """Raises an error unless a shortcut and a branch output have the same static shapes."""
+        if self.skip is not None:
+            raise ValueError(
+                "`shortcut` goes with `skip=None`: with another `skip` the layer's output already "
+                f"has a stand-in. Received: a shortcut, and skip={self.skip!r}."
+            )
+        self._check_shapes("`shortcut`", shortcut, branch)
+
+    def _check_shapes(self, what, value, like):
+        """Raises an error unless two structures hold tensors of the same static shapes."""
+        shapes = [[tuple(x.shape) for x in tf.nest.flatten(v)] for v in (value, like)]
+        same = len(shapes[0]) == len(shapes[1]) and all(
+            len(a) == len(b) and all(i == j or None in (i, j) for i, j in zip(a, b))
+            for a, b in zip(*shapes)
+        )
+        if not same:
+            got, expected = (", ".join(map(str, s)) for s in shapes)
+            raise ValueError(
+                f"{what} must have the shape of the output of {self.layer.name!r}, {expected}, in "
+                f"StochasticDepth {self.name!r}. Received: {got}. Where a block changes the shape, "
+                "project the shortcut, or pass the projection as `skip`."
+            )
+
+    def _check_replicas(self):
+        if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            return
+        for part in _keras.with_sublayers(self):
+            if _keras.is_synchronized(part):
+                raise ValueError(
+                    f"StochasticDepth {self.name!r} holds {part.name!r}, a synchronized "
+                    "BatchNormalization, and is trained on several replicas: replicas cannot "
+                    "exchange statistics inside a tf.cond. Use BatchNormalization with "
+                    "synchronized=False inside residual branches."
+                )
+
+    def _sum_mask(self, arguments, outputs, mask):
+        """The mask of shortcut + branch."""
+        mask = _map(_keras.mask_of, arguments.inputs) if mask is None else mask
+        masks = [_keras.mask_of(arguments.shortcut), self.compute_mask(arguments.inputs, mask)]
+        return _keras.sum_mask([arguments.shortcut, outputs], masks)
+
+    def compute_mask(self, inputs, mask=None):
+        """The mask of the wrapped layer's output."""
+        return _keras.output_mask(self.layer, inputs, mask)
+
+    def compute_output_shape(self, input_shape):
+        """The shape of the wrapped layer's output."""
+        return self.layer.compute_output_shape(input_shape)
+
+    def get_config(self):
+        config = super().get_config()
+        config.update(
+            layer=keras.layers.serialize(self.layer),
+            survival_prob=self.survival_prob,
+            mode=self.mode,
+            rescale=self.rescale,
+            skip=self.skip,
+            seed=self.seed,
+        )
+        if isinstance(self.skip, keras.layers.Layer):
+            config["skip"] = keras.layers.serialize(self.skip)
+        if not self.supports_masking:
+            config["supports_masking"] = False
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        for key in ("layer", "skip"):
+            if isinstance(config.get(key), dict):
+                config[key] = keras.layers.deserialize(config[key], custom_objects=custom_objects)
+        return cls(**config)
+
+
+def stochastic_depth_layers(model):
+    """The `StochasticDepth` layers of a model, nested ones included, in the model's order."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
+        )
+    layers = [x for x in _keras.with_sublayers(model) if isinstance(x, StochasticDepth)]
+    if not layers:
+        raise ValueError(
+            f"`model` {model.name!r} holds no StochasticDepth layer: wrap it with "
+            "`wrap_residuals(model)` and use the model that this returns."
+        )
+    return layers
+
+
+def get_survival_probs(model):
+    """Reads the survival probabilities of a model's `StochasticDepth` layers.
+
+    Args:
+        model: A `keras.Model` that holds such layers.
+
+    Returns:
+        A list of floats in [0, 1], one per layer in the model's order.
+
+    Raises:
+        ValueError: If the model holds no `StochasticDepth` layer.
+    """
+    return [layer.survival_prob for layer in stochastic_depth_layers(model)]
+
+
+def set_survival_probs(model, probs):
+    """Assigns the survival probabilities of a model's `StochasticDepth` layers.
+
+    They act on the next step, of a compiled model too. Nothing is assigned if one of them is
+    invalid.
+
+    Args:
+        model: A `keras.Model` that holds such layers.
+        probs: Sequence of floats in [0, 1], one per layer, in the order of `get_survival_probs`.
+
+    Raises:
+        TypeError: If `probs` is not a sequence of numbers.
+        ValueError: If it has another length, or a value is outside [0, 1].
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from tfa_stochastic_depth import StochasticDepth, get_survival_probs, set_survival_probs
+    >>> x = tf.keras.Input(shape=(4,))
+    >>> y = StochasticDepth(tf.keras.layers.Dense(4))(x, shortcut=x)
+    >>> model = tf.keras.Model(x, y)
+    >>> set_survival_probs(model, [0.25])
+    >>> get_survival_probs(model)
+    [0.25]
+    """
+    layers = stochastic_depth_layers(model)
+    probs = check_sequence(probs, len(layers), "probs", "layer")
+    for layer, p in zip(layers, probs):
+        layer.survival_prob = p

@@ -1,0 +1,440 @@
+"""Graph -> blocks and refusals: which sums are residual, and which of their inputs may be skipped.
+
+The rules, by the numbers used in the comments below:
+
+1. A merge adds exactly two different floating-point tensors of equal static shape.
+2. What may be skipped is the closed region of the branch: calls that lead to it and nowhere else.
+3. If one input is an ancestor of the other, it is the shortcut, and all between lies in the region.
+4. Otherwise both regions start from a common tensor, and the side with less work, if it only
+   changes size, is the shortcut.
+5. A branch may have several inputs.
+6. A branch has weights that are not only embeddings, and shares none with the rest of the model.
+7. Of blocks inside blocks either the innermost or the outermost are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfa_stochastic_depth.survival import probabilities
+
+NESTED = ("inner", "outer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A residual block: a merge with its shortcut and its branch.
+
+    Attributes:
+        name: Name of the merge; inside nested models with their names before it, "encoder/add".
+        kind: "identity" (the shortcut is the branch's input), "projection" (it is computed from
+            it), or "layer" (one layer that adds its own shortcut).
+        shortcut: Name of what makes the shortcut.
+        layers: Names of the layers in the branch, first to last.
+        params: Number of weights (scalars) in the branch.
+        existing: Survival probability of the drop the branch already ends in, or `None`.
+        index: Place among the model's blocks, from 1.
+        count: How many blocks the model has.
+        survival_prob: Probability in [0, 1] that the branch is kept.
+    """
+
+    name: str
+    kind: str
+    shortcut: str
+    layers: tuple[str, ...]
+    params: int
+    existing: float | None
+    site: Site = dataclasses.field(repr=False)
+    index: int = 0
+    count: int = 0
+    survival_prob: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a block is, in the numbers of its graph.
+
+    Attributes:
+        graph: The number of the nested model that holds the block (`Graph.layer`).
+        merge: The call that is replaced.
+        shortcut: The tensor that is always kept (-1 for a layer that adds its own).
+        branch: The tensor that may be dropped.
+        region: The calls that do not run when it is.
+        inputs: The tensors that the region takes, the block's own input first.
+    """
+
+    graph: int
+    merge: int
+    shortcut: int
+    branch: int
+    region: frozenset[int]
+    inputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A merge that is not wrapped, with the reason in plain words."""
+
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What was found in a model: `blocks` and `refusals`. `str()` gives a table."""
+
+    model: str
+    blocks: tuple[Block, ...]
+    refusals: tuple[Refusal, ...]
+
+    @property
+    def expected_depth(self) -> float:
+        """Expected number of branches that run in a training step."""
+        return sum(block.survival_prob for block in self.blocks)
+
+    def __str__(self):
+        return "\n".join([*self._table(), *self._refused()])
+
+    def _table(self):
+        if not self.blocks:
+            return [f"No residual blocks found in {self.model!r}."]
+        rows = [("#", "merge", "shortcut", "branch", "layers", "params", "survival_prob")]
+        rows += [_row(block) for block in self.blocks]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        rows.insert(1, tuple("-" * width for width in widths))
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
+        count = len(self.blocks)
+        plural = "" if count == 1 else "s"
+        return [
+            f"{count} residual block{plural} in {self.model!r}",
+            *lines,
+            f"expected depth: {self.expected_depth:.4g} of {count} block{plural} "
+            f"({self.expected_depth / count:.1%})",
+        ]
+
+    def _refused(self):
+        if not self.refusals:
+            return []
+        return ["not wrapped:", *(f"  {r.name}: {r.reason}" for r in self.refusals)]
+
+
+def _row(block):
+    first, last = block.layers[0], block.layers[-1]
+    return (
+        str(block.index),
+        block.name,
+        block.kind if block.kind != "projection" else f"{block.kind} {block.shortcut}",
+        first if first == last else f"{first} .. {last}",
+        str(len(block.layers)),
+        f"{block.params:,}",
+        f"{block.survival_prob:.4g}",
+    )
+
+
+def find(graph, survival_prob, where=None, nested="inner"):
+    """Finds the residual blocks of a graph and of the graphs nested in it.
+
+    Args:
+        graph: A `Graph`.
+        survival_prob: As in `find_residuals`.
+        where: A function from a `Block` to a bool, or `None` for all.
+        nested: "inner" or "outer".
+
+    Returns:
+        A `Residuals` in which each merge is a block or a refusal.
+    """
+    if nested not in NESTED:
+        raise ValueError(f'`nested` must be "inner" or "outer". Received: {nested!r}.')
+    if where is not None and not callable(where):
+        raise TypeError(
+            "`where` must be a function from a block to a bool, or None for all blocks. "
+            f"Received: {where!r} (of type {type(where).__name__})."
+        )
+    verdicts = _select(_number(_verdicts(graph)), where)
+    verdicts = _number(_resolve_nesting(verdicts, nested, graph))
+    blocks = [v for v in verdicts if isinstance(v, Block)]
+    blocks = [
+        dataclasses.replace(block, survival_prob=p)
+        for block, p in zip(blocks, probabilities(survival_prob, blocks))
+    ]
+    refusals = [v for v in verdicts if isinstance(v, Refusal)]
+    return Residuals(graph.name, tuple(blocks), tuple(refusals))
+
+
+def _number(verdicts):
+    count = sum(isinstance(v, Block) for v in verdicts)
+    index = 0
+    numbered = []
+    for verdict in verdicts:
+        if isinstance(verdict, Block):
+            index += 1
+            verdict = dataclasses.replace(verdict, index=index, count=count)
+        numbered.append(verdict)
+    return numbered
+
+
+def _select(verdicts, where):
+    if where is None:
+        return verdicts
+    return [v if isinstance(v, Refusal) or _wanted(where, v) else _left_out(v) for v in verdicts]
+
+
+def _wanted(where, block):
+    answer = where(block)
+    # NumPy's bools are not bools, and compare equal to them.
+    if type(answer).__name__ not in ("bool", "bool_"):
+        raise TypeError(
+            "`where` must return a bool for each block. "
+            f"Received: {answer!r} (of type {type(answer).__name__}) for block {block.name!r}."
+        )
+    return bool(answer)
+
+
+def _left_out(block):
+    return Refusal(block.name, "left out by `where`.")
+
+
+def _resolve_nesting(verdicts, nested, graph):
+    """Rule 7. Of blocks inside blocks, keeps the innermost or the outermost."""
+    blocks = [v for v in verdicts if isinstance(v, Block)]
+    inside, around = {}, {}  # block's place -> the first block found inside or around it
+    at = {_place(b): b for b in blocks}
+    graphs = {g.layer: g for _, g in graph.walk()}
+    for outer in blocks:
+        for place in _places_in(graphs[outer.site.graph], outer.site.region):
+            inner = at.get(place)
+            if inner is not None and inner is not outer:
+                inside.setdefault(_place(outer), inner)
+                around.setdefault(_place(inner), outer)
+    if nested == "inner":
+        conflicts, reason = inside, 'holds the block {!r}; nested="outer" wraps this one instead.'
+    else:
+        conflicts, reason = around, "lies in the branch of the block {!r}, which is wrapped."
+    return [
+        Refusal(v.name, reason.format(conflicts[_place(v)].name))
+        if isinstance(v, Block) and _place(v) in conflicts
+        else v
+        for v in verdicts
+    ]
+
+
+def _place(block):
+    return block.site.graph, block.site.merge
+
+
+def _places_in(graph, region):
+    """The places of all calls of a region, those in nested models included."""
+    for i in region:
+        yield graph.layer, i
+        nested = graph.calls[i].graph
+        if nested is not None:
+            for _, inner in nested.walk():
+                yield from ((inner.layer, j) for j in range(len(inner.calls)))
+
+
+def _verdicts(graph):
+    """A block or a refusal for each merge of a graph and of those nested in it, in order."""
+    return list(_in_order(graph, (), graph.uses(), set()))
+
+
+def _in_order(graph, path, uses, seen):
+    for i, call in enumerate(graph.calls):
+        if call.graph is not None and call.graph.layer not in seen:
+            seen.add(call.graph.layer)
+            yield from _in_order(call.graph, (*path, call.name), uses, seen)
+        if call.whole_block or call.addends:
+            name = "/".join((*path, call.name))
+            judge = _judge_layer if call.whole_block else _judge_merge
+            try:
+                yield judge(graph, i, name, uses)
+            except _Refused as refused:
+                yield Refusal(name, str(refused))
+
+
+class _Refused(Exception):
+    """The reason why a merge is no block; caught in this file."""
+
+
+def _judge_layer(graph, i, name, uses):
+    """A layer of which the caller says that it adds its own shortcut."""
+    call = graph.calls[i]
+    (start, end) = call.inputs[0], call.outputs[0]
+    shapes = graph.tensors[start].shape, graph.tensors[end].shape
+    if shapes[0] != shapes[1]:
+        raise _Refused(
+            f"cannot stand aside for its input: it takes {_shape(shapes[0])} and gives "
+            f"{_shape(shapes[1])}."
+        )
+    if call.params == 0:
+        raise _Refused("the layer has no weights.")
+    site = Site(graph.layer, i, -1, end, frozenset([i]), tuple(dict.fromkeys(call.inputs)))
+    _check_sharing(graph, site.region, uses)
+    return Block(name, "layer", call.name, (call.name,), call.params, None, site)
+
+
+def _judge_merge(graph, i, name, uses):
+    first, second = _addends(graph, graph.calls[i])
+    if graph.between(first, second):
+        kind, shortcut, branch = "identity", first, second
+        start = first
+    elif graph.between(second, first):
+        kind, shortcut, branch = "identity", second, first
+        start = second
+    else:
+        kind = "projection"
+        shortcut, branch, start = _projection(graph, i, first, second)
+    region = _region(graph, i, start, branch)
+    _check_weights(graph, region)
+    _check_sharing(graph, region, uses)
+    inputs = graph.boundary(region)
+    site = Site(
+        graph=graph.layer,
+        merge=i,
+        shortcut=shortcut,
+        branch=branch,
+        region=region,
+        inputs=(start, *(t for t in inputs if t != start)),
+    )
+    calls = [graph.calls[j] for j in sorted(region)]
+    return Block(
+        name=name,
+        kind=kind,
+        shortcut=_maker(graph, shortcut),
+        layers=tuple(call.name for call in calls),
+        params=sum({call.layer: call.params for call in calls}.values()),
+        existing=graph.calls[graph.producer[branch]].drop,
+        site=site,
+    )
+
+
+def _addends(graph, call):
+    """Rule 1."""
+    if len(call.addends) != 2:
+        raise _Refused(f"adds {len(call.addends)} tensors; a residual sum has two.")
+    first, second = call.addends
+    if first == second:
+        raise _Refused("adds a tensor to itself.")
+    a, b = graph.tensors[first], graph.tensors[second]
+    if not (a.floating and b.floating):
+        raise _Refused("adds tensors that are not floating-point.")
+    if a.shape != b.shape:
+        raise _Refused(
+            f"adds tensors of different shapes, {_shape(a.shape)} and {_shape(b.shape)}."
+        )
+    return first, second
+
+
+def _region(graph, merge, start, branch):
+    """Rules 2, 3 and 5: the calls that may be skipped, or why they may not."""
+    _check_closed_end(graph, merge, branch)
+    closed = graph.closed_region(branch)
+    on_path = graph.between(start, branch)
+    for i in on_path:
+        if i not in closed:
+            raise _Refused(f"the branch cannot be skipped: {_escape(graph, i, closed)}.")
+    return frozenset(on_path) | _private(graph, closed - set(on_path))
+
+
+def _private(graph, aside):
+    """Of the calls beside the path, those that no sum depends on.
+
+    They feed the branch alone (a projection of a time embedding, say). What leads to a sum is a
+    tower of its own, maybe with blocks of its own: it stays outside, and its output is an input.
+    """
+    outside = set()
+    for i in sorted(aside, reverse=True):
+        call = graph.calls[i]
+        followers = {u for t in call.outputs for u in graph.users.get(t, ())}
+        if call.addends or call.whole_block or call.graph is not None or followers & outside:
+            outside.add(i)
+    return aside - outside
+
+
+def _check_closed_end(graph, merge, tensor):
+    if tensor in graph.outputs:
+        raise _Refused(f"the output of {_maker(graph, tensor)} is an output of the model.")
+    for user in graph.users[tensor]:
+        if user != merge:
+            raise _Refused(
+                f"the output of {_maker(graph, tensor)} is also used by {graph.calls[user].name!r}."
+            )
+
+
+def _escape(graph, i, closed):
+    """Says which tensor on the way out of call `i` is used outside a closed region, and by whom."""
+    while True:
+        for t in graph.calls[i].outputs:
+            if t in graph.outputs:
+                return f"the output of {_maker(graph, t)} is an output of the model"
+        followers = [
+            (t, u)
+            for t in graph.calls[i].outputs
+            for u in graph.users.get(t, ())
+            if u not in closed
+        ]
+        if not followers:
+            return f"the output of {graph.calls[i].name!r} is used elsewhere"
+        tensor, user = followers[0]
+        return f"the output of {_maker(graph, tensor)} is also used by {graph.calls[user].name!r}"
+
+
+def _projection(graph, merge, first, second):
+    """Rule 4: which of two sides that start together is the shortcut, and where they start."""
+    sides = {}
+    for tensor in (first, second):
+        if tensor in graph.producer:
+            _check_closed_end(graph, merge, tensor)
+        sides[tensor] = graph.closed_region(tensor)
+    starts = [_starts(graph, sides[tensor]) for tensor in (first, second)]
+    common = [t for t in starts[0] if t in starts[1]]
+    if not common:
+        raise _Refused("its two inputs do not start from a common tensor.")
+    work = {t: sum(graph.calls[i].weighted for i in sides[t]) for t in (first, second)}
+    if work[first] == work[second]:
+        raise _Refused(
+            f"its two inputs hold equal work ({work[first]} layers with weights each), so neither "
+            "is a shortcut."
+        )
+    shortcut, branch = sorted((first, second), key=work.get)
+    start, *others = _starts(graph, sides[shortcut])
+    if others or start not in common:
+        raise _Refused("its lighter side has an input that the other does not start from.")
+    for i in sorted(sides[shortcut]):
+        if not graph.calls[i].projection:
+            raise _Refused(
+                f"its lighter side holds {graph.calls[i].name!r} ({graph.calls[i].kind}), which is "
+                "not a projection (convolution, dense, norm, pooling, padding or reshape)."
+            )
+    return shortcut, branch, start
+
+
+def _starts(graph, region):
+    return [t for t in graph.boundary(region) if graph.tensors[t].floating]
+
+
+def _check_weights(graph, region):
+    """Rule 6, first half."""
+    weighted = [graph.calls[i] for i in region if graph.calls[i].params]
+    if not weighted:
+        raise _Refused("the branch has no weights.")
+    if all(call.embedding for call in weighted):
+        raise _Refused("the branch only looks up embeddings.")
+
+
+def _check_sharing(graph, region, uses):
+    """Rule 6, second half. Layers without weights may be shared: each branch gets its own."""
+    here = {(graph.layer, i) for i in region}
+    for i in sorted(region):
+        call = graph.calls[i]
+        if call.params and not uses[call.layer] <= here:
+            raise _Refused(f"the branch shares the layer {call.name!r} with the rest of the model.")
+
+
+def _maker(graph, tensor):
+    return (
+        repr(graph.calls[graph.producer[tensor]].name) if tensor in graph.producer else "an input"
+    )
+
+
+def _shape(shape):
+    return "an unknown shape" if shape is None else str(shape)

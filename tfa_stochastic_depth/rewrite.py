@@ -1,0 +1,181 @@
+"""Replays a model's calls, with a `StochasticDepth` wherever a block was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from tfa_stochastic_depth import _keras
+from tfa_stochastic_depth.layer import StochasticDepth
+
+keras = _keras.keras
+
+
+def rewrite(reading, residuals, options, replace_existing=True, share_layers=False, seed=None):
+    """Builds a new model in which each block of `residuals` is one `StochasticDepth` layer.
+
+    The input model stays as it is, unless `share_layers` is set: then the new model's layers are
+    its layers, which record the new calls.
+
+    Args:
+        reading: The `Reading` of the model.
+        residuals: The `Residuals` found in its graph; at least one block.
+        options: Keyword arguments of each `StochasticDepth`.
+        replace_existing: Whether to leave out the drop that a branch already ends in.
+        share_layers: Whether to use the model's own layers instead of copies.
+        seed: Integer from which each block gets a seed of its own, or `None`.
+
+    Returns:
+        An uncompiled `keras.Model`, of the class of the input model where that is possible.
+
+    Raises:
+        ValueError: If there is no block, or a layer cannot be copied.
+    """
+    if not residuals.blocks:
+        raise ValueError(_nothing_to_wrap(reading, residuals))
+    seeds = random.Random(seed)
+    wrapped = {}
+    for block in residuals.blocks:
+        own_seed = None if seed is None else seeds.getrandbits(31)
+        wrapped.setdefault(block.site.graph, {})[block.site.merge] = (block, own_seed)
+    rewriter = _Rewriter(reading, wrapped, options, replace_existing, share_layers)
+    model = rewriter.model(reading)
+    if not share_layers:
+        rewriter.copy_state(reading)
+    return model
+
+
+def _nothing_to_wrap(reading, residuals):
+    lines = [f"`model` {reading.model.name!r} has no residual block that can be wrapped."]
+    if any(isinstance(part, StochasticDepth) for part in _keras.with_sublayers(reading.model)):
+        lines.append("It already holds StochasticDepth layers: has it been wrapped before?")
+    if residuals.refusals:
+        lines += ["Sums that were found, and why they are none:"]
+        lines += [f"  {r.name}: {r.reason}" for r in residuals.refusals]
+    else:
+        lines.append("It holds no sum of two tensors (Add(), x + y).")
+    return "\n".join(lines)
+
+
+class _Rewriter:
+    def __init__(self, reading, wrapped, options, replace_existing, share_layers):
+        self._wrapped = wrapped  # graph -> merge -> (block, seed)
+        self._options = options
+        self._replace_existing = replace_existing
+        self._share_layers = share_layers
+        self._uses = reading.graph.uses()
+        self._models = {}  # number of a nested model -> the new one
+        self._twins = {}  # number of a layer, and the branch it is private to -> (original, copy)
+
+    def model(self, reading):
+        """The new model for a reading; a nested model that is called twice is made once."""
+        key = reading.graph.layer
+        if key not in self._models:
+            signature = _keras.signature(_keras.functional(reading.model))
+            values = {id(t): _keras.copy_input(t) for t in _keras.flatten(signature[0])}
+            blocks = self._wrapped.get(key, {})
+            inside = {i for m, (block, _) in blocks.items() for i in block.site.region - {m}}
+            for i in range(len(reading.nodes)):
+                if i in blocks:
+                    _record(reading, i, self._block(reading, *blocks[i], values), values)
+                elif i not in inside:
+                    _record(reading, i, self._call(reading, i, values), values)
+            inputs, outputs = (_keras.map_structure(lambda t: values[id(t)], s) for s in signature)
+            self._models[key] = _keras.rebuild(reading.model, inputs, outputs)
+        return self._models[key]
+
+    def copy_state(self, reading):
+        """Gives copies the weights and trainable flags of their originals, from the outside in."""
+        self._models[reading.graph.layer].trainable = reading.model.trainable
+        for key, nested in reading.nested.items():
+            if key in self._models:
+                self.copy_state(nested)
+        for original, twin in self._twins.values():
+            _keras.copy_state(original, twin)
+
+    def _call(self, reading, i, values, branch=None):
+        """Repeats call `i` on new values, as part of `branch` if there is one."""
+        args, kwargs = _new_arguments(reading, i, values)
+        return self._callee(reading, i, branch)(*args, **kwargs)
+
+    def _callee(self, reading, i, branch):
+        """What is called in place of the callee of call `i`."""
+        layer = _keras.callee(reading.nodes[i])
+        number = reading.graph.calls[i].layer
+        nested = reading.nested.get(number)
+        if nested is not None and self._is_rebuilt(nested):
+            return self.model(nested)
+        # A layer without weights that is used elsewhere too gets a copy for each branch: one
+        # layer inside a branch and outside it could not be saved.
+        private = branch is not None and not self._uses[number] <= branch.places
+        if self._share_layers and not private:
+            return layer
+        key = number, branch.name if private else None
+        if key not in self._twins:
+            self._twins[key] = layer, _keras.copy_layer(layer)
+        return self._twins[key][1]
+
+    def _is_rebuilt(self, nested):
+        """Whether a nested model is replayed, rather than copied or shared as one layer."""
+        if any(graph.layer in self._wrapped for _, graph in nested.graph.walk()):
+            return True
+        return not self._share_layers and _keras.is_plain(nested.model)
+
+    def _block(self, reading, block, seed, values):
+        """Calls a `StochasticDepth` where a block was."""
+        site, node = block.site, reading.nodes[block.site.merge]
+        options = {"name": _keras.callee(node).name, "seed": seed, **self._options}
+        if block.kind == "layer":
+            layer = self._callee(reading, site.merge, None)
+            args, kwargs = _new_arguments(reading, site.merge, values)
+            wrapper = StochasticDepth(layer, block.survival_prob, skip="identity", **options)
+            return wrapper(*args, **kwargs)
+        if not _keras.emits_mask(node):
+            options["supports_masking"] = False
+        wrapper = StochasticDepth(
+            self._branch(reading, block),
+            block.survival_prob,
+            dtype=_keras.output_policy(node),
+            **options,
+        )
+        inputs = [values[id(reading.tensors[t])] for t in site.inputs]
+        shortcut = values[id(reading.tensors[site.shortcut])]
+        return wrapper(inputs[0] if len(inputs) == 1 else inputs, shortcut=shortcut)
+
+    def _branch(self, reading, block):
+        """The branch of a block as a model of its own."""
+        site = block.site
+        name = f"{_keras.callee(reading.nodes[site.merge]).name}_branch"
+        branch = _Branch((site.graph, site.merge), {(site.graph, i) for i in site.region})
+        region, end = set(site.region), site.branch
+        if self._replace_existing and block.existing is not None:
+            last = reading.graph.producer[end]
+            region.remove(last)
+            (end,) = reading.graph.calls[last].inputs
+        tensors = [reading.tensors[t] for t in site.inputs]
+        inputs = [
+            _keras.input_like(t, name=f"{name}_input{i or ''}") for i, t in enumerate(tensors)
+        ]
+        values = dict(zip(map(id, tensors), inputs))
+        for i in sorted(region):
+            _record(reading, i, self._call(reading, i, values, branch), values)
+        output = values[id(reading.tensors[end])]
+        return keras.Model(inputs[0] if len(inputs) == 1 else inputs, output, name=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Branch:
+    name: tuple
+    places: set
+
+
+def _new_arguments(reading, i, values):
+    """The arguments of call `i` with new values in place of the old tensors."""
+    return _keras.map_structure(
+        lambda x: values[id(x)] if _keras.is_symbolic(x) else x,
+        _keras.call_arguments(reading.nodes[i]),
+    )
+
+
+def _record(reading, i, outputs, values):
+    values.update(zip(map(id, _keras.tensors_out(reading.nodes[i])), _keras.flatten(outputs)))
