@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import random
+import re
 import warnings
 
 try:
@@ -79,7 +80,7 @@ def input_like(tensor, name):
 # ------------------------------------------------------------------ models and their calls
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _functional_class():
     """The class of functional models; Keras 3 and Keras 2 export it under no common name."""
     x = keras.Input(shape=(1,), name="x")
@@ -213,18 +214,12 @@ def _operation(op):
 
 # ------------------------------------------------------------------ what layers are
 
+_SIZING = re.compile(
+    r"Dense|EinsumDense|Reshape|Permute|Flatten|Rescaling|\w*Normalization|\w*Pool(ing)?\dD|"
+    r"(Depthwise|Separable)?Conv\dD(Transpose)?|(ZeroPadding|Cropping|UpSampling)\dD"
+)
 _PROJECTION_LAYERS = tuple(
-    getattr(keras.layers, name)
-    for name in dir(keras.layers)
-    if isinstance(getattr(keras.layers, name), type)
-    and (
-        name in ("Dense", "EinsumDense", "Reshape", "Permute", "Flatten", "Rescaling")
-        or name.endswith("Normalization")
-        or any(
-            part in name for part in ("Conv", "Pooling", "ZeroPadding", "Cropping", "UpSampling")
-        )
-    )
-    and not name.startswith("ConvLSTM")
+    getattr(keras.layers, name) for name in dir(keras.layers) if _SIZING.fullmatch(name)
 )
 _PROJECTION_OPERATIONS = frozenset(
     # Keras 3's operation classes
@@ -500,7 +495,7 @@ def next_seed(state):
 
 
 def build(layer, args, kwargs):
-    """Makes the variables of a layer, by tracing a call on tensors like these without running it."""
+    """Makes the variables of a layer, by tracing a call on tensors like these; nothing runs."""
     if not layer.built:
         trace(layer, args, kwargs)
 

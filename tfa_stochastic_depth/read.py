@@ -26,6 +26,12 @@ class Reading:
     nodes: tuple
     nested: dict[int, Reading]
 
+    def walk(self):
+        """Yields this reading and the nested ones, outer ones first."""
+        yield self
+        for nested in self.nested.values():
+            yield from nested.walk()
+
 
 def read(model, block_layers=()):
     """Reads a functional or Sequential model and the ones nested in it.

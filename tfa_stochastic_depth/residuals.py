@@ -361,21 +361,14 @@ def _check_closed_end(graph, merge, tensor):
 
 
 def _escape(graph, i, closed):
-    """Says which tensor on the way out of call `i` is used outside a closed region, and by whom."""
-    while True:
-        for t in graph.calls[i].outputs:
-            if t in graph.outputs:
-                return f"the output of {_maker(graph, t)} is an output of the model"
-        followers = [
-            (t, u)
-            for t in graph.calls[i].outputs
-            for u in graph.users.get(t, ())
-            if u not in closed
-        ]
-        if not followers:
-            return f"the output of {graph.calls[i].name!r} is used elsewhere"
-        tensor, user = followers[0]
-        return f"the output of {_maker(graph, tensor)} is also used by {graph.calls[user].name!r}"
+    """Says which tensor of call `i`, which lies outside a closed region, is used where."""
+    for t in graph.calls[i].outputs:
+        if t in graph.outputs:
+            return f"the output of {_maker(graph, t)} is an output of the model"
+        for user in graph.users.get(t, ()):
+            if user not in closed:
+                return f"the output of {_maker(graph, t)} is also used by {_name(graph, user)}"
+    return f"the output of {_name(graph, i)} is used elsewhere"
 
 
 def _projection(graph, merge, first, second):
@@ -430,10 +423,12 @@ def _check_sharing(graph, region, uses):
             raise _Refused(f"the branch shares the layer {call.name!r} with the rest of the model.")
 
 
+def _name(graph, i):
+    return repr(graph.calls[i].name)
+
+
 def _maker(graph, tensor):
-    return (
-        repr(graph.calls[graph.producer[tensor]].name) if tensor in graph.producer else "an input"
-    )
+    return _name(graph, graph.producer[tensor]) if tensor in graph.producer else "an input"
 
 
 def _shape(shape):

@@ -86,10 +86,9 @@ class _Rewriter:
 
     def copy_state(self, reading):
         """Gives copies the weights and trainable flags of their originals, from the outside in."""
-        self._models[reading.graph.layer].trainable = reading.model.trainable
-        for key, nested in reading.nested.items():
-            if key in self._models:
-                self.copy_state(nested)
+        for original in reading.walk():
+            if original.graph.layer in self._models:
+                self._models[original.graph.layer].trainable = original.model.trainable
         for original, twin in self._twins.values():
             _keras.copy_state(original, twin)
 
