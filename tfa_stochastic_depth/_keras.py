@@ -216,6 +216,7 @@ def _operation(op):
 
 _SIZING = re.compile(
     r"Dense|EinsumDense|Reshape|Permute|Flatten|Rescaling|\w*Normalization|\w*Pool(ing)?\dD|"
+    r"Concatenate|Lambda|"  # how the paper's CIFAR networks pad channels with zeros
     r"(Depthwise|Separable)?Conv\dD(Transpose)?|(ZeroPadding|Cropping|UpSampling)\dD"
 )
 _PROJECTION_LAYERS = tuple(
@@ -223,15 +224,18 @@ _PROJECTION_LAYERS = tuple(
 )
 _PROJECTION_OPERATIONS = frozenset(
     # Keras 3's operation classes
-    "AveragePool MaxPool Pad Reshape Transpose GetItem Squeeze ExpandDims "
+    "AveragePool MaxPool Pad Reshape Transpose GetItem Squeeze ExpandDims Concatenate ZerosLike "
     # TensorFlow's symbols, as Keras 2 records them
     "nn.avg_pool nn.avg_pool2d nn.max_pool nn.max_pool2d pad reshape transpose squeeze "
-    "expand_dims __operators__.getitem strided_slice".split()
+    "expand_dims __operators__.getitem strided_slice concat zeros_like".split()
 )
 
 
 def is_projection(layer):
-    """Whether a layer only changes size: convolution, dense, norm, pooling, padding, reshape."""
+    """Whether a layer may be part of a projection shortcut: it only changes the size, or may.
+
+    A Lambda is taken to, and so is a concatenation: CIFAR ResNets pad channels with them.
+    """
     if is_functional(layer):
         nodes = calls(functional(layer))
         return all(is_input_call(n) or is_projection(callee(n)) for n in nodes)
@@ -434,7 +438,7 @@ def rebuild(model, inputs, outputs):
 
 
 def _has_own_constructor(cls):
-    library = (keras.Model, _functional_class(), *keras.Model.__mro__)
+    library = {*_functional_class().__mro__, *keras.Model.__mro__}
     return any("__init__" in vars(c) for c in cls.__mro__ if c not in library)
 
 
@@ -624,6 +628,15 @@ def _supports_masking(layer):
     if isinstance(layer, keras.layers.InputLayer) or layer.supports_masking:
         return True
     return not IS_KERAS_3 and not getattr(layer.compute_mask, "_is_default", False)
+
+
+def let_masks_through(layer):
+    """Keeps Keras 3 from warning that a model destroys the masks of its inputs.
+
+    The layers inside get them all the same, and what mask goes on is for the wrapper to say.
+    """
+    if IS_KERAS_3 and isinstance(layer, keras.Model):
+        layer.supports_masking = True
 
 
 def take_call_arguments(wrapper, layer):

@@ -289,6 +289,7 @@ class StochasticDepth(_keras.Wrapper):
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
         self._seed_state = _keras.make_seed_state(self, seed)
         _keras.take_call_arguments(self, layer)
+        _keras.let_masks_through(layer)
 
     @property
     def survival_prob(self):

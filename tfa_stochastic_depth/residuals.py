@@ -299,7 +299,9 @@ def _judge_merge(graph, i, name, uses):
     return Block(
         name=name,
         kind=kind,
-        shortcut=_maker(graph, shortcut),
+        shortcut=graph.calls[graph.producer[shortcut]].name
+        if shortcut in graph.producer
+        else "input",
         layers=tuple(call.name for call in calls),
         params=sum({call.layer: call.params for call in calls}.values()),
         existing=graph.calls[graph.producer[branch]].drop,
@@ -396,7 +398,7 @@ def _projection(graph, merge, first, second):
         if not graph.calls[i].projection:
             raise _Refused(
                 f"its lighter side holds {graph.calls[i].name!r} ({graph.calls[i].kind}), which is "
-                "not a projection (convolution, dense, norm, pooling, padding or reshape)."
+                "not a projection (convolution, dense, norm, pooling, padding, reshape, Lambda)."
             )
     return shortcut, branch, start
 

@@ -1,0 +1,5 @@
+"""Entry point for tools that look for a setup.py; everything is said in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
