@@ -536,7 +536,7 @@ def trace(layer, args, kwargs):
         outputs, _ = collect_losses(layer, lambda: layer(*a, training=False, **k))
         return outputs
 
-    function = tf.function(run, autograph=False)
+    function = tf.function(unconverted(run))
     return function.get_concrete_function(*(_spec(leaves[i]) for i in spots)).structured_outputs
 
 

@@ -181,6 +181,8 @@ def check_options(mode, rescale, seed):
         raise ValueError(f'`rescale` must be "inference" or "training". Received: {rescale!r}.')
     if seed is not None and (not isinstance(seed, numbers.Integral) or isinstance(seed, bool)):
         raise TypeError(f"`seed` must be an integer or None. Received: {seed!r}.")
+    if seed is not None and not 0 <= seed < 2**31:
+        raise ValueError(f"`seed` must be in [0, 2**31). Received: {seed!r}.")
 
 
 def _check_skip(skip):
@@ -226,7 +228,7 @@ class StochasticDepth(_keras.Wrapper):
             shortcut (by the caller, or in here by `shortcut=`). "identity": the inputs, for a
             layer that is a whole residual block. A layer: that layer on the inputs, for blocks
             that change the shape.
-        seed: Integer from which the switches follow, or `None` for one that follows from
+        seed: Integer in [0, 2**31) from which the switches follow, or `None` for one that follows from
             `keras.utils.set_random_seed`. Layers that shall drop independently need different
             seeds.
         **kwargs: `name`, `trainable`, and `dtype`, which is `layer`'s own policy by default.
@@ -283,11 +285,11 @@ class StochasticDepth(_keras.Wrapper):
         self.mode = mode
         self.rescale = rescale
         self.skip = skip
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)
         self.supports_masking = supports_masking
         self._specs = _Specs()
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
-        self._seed_state = _keras.make_seed_state(self, seed)
+        self._seed_state = _keras.make_seed_state(self, self.seed)
         _keras.take_call_arguments(self, layer)
         _keras.let_masks_through(layer)
 
@@ -307,7 +309,7 @@ class StochasticDepth(_keras.Wrapper):
         for layer in (self.layer, self.skip):
             if isinstance(layer, keras.layers.Layer):
                 _keras.build_from_shape(layer, input_shape)
-        self.built = True
+        keras.layers.Layer.build(self, input_shape)
 
     @_keras.unconverted
     def call(self, inputs, *args, shortcut=None, training=None, mask=None, **kwargs):
@@ -323,7 +325,7 @@ class StochasticDepth(_keras.Wrapper):
         else:
             outputs = self._train(arguments, training)
         if tf.is_tensor(shortcut) and self.supports_masking:
-            _keras.set_mask(outputs, self._sum_mask(arguments, outputs, mask))
+            _keras.set_mask(outputs, self._sum_mask(inputs, shortcut, outputs, mask))
         return outputs
 
     def _train(self, arguments, training):
@@ -444,11 +446,11 @@ class StochasticDepth(_keras.Wrapper):
                     "synchronized=False inside residual branches."
                 )
 
-    def _sum_mask(self, arguments, outputs, mask):
+    def _sum_mask(self, inputs, shortcut, outputs, mask):
         """The mask of shortcut + branch."""
-        mask = _map(_keras.mask_of, arguments.inputs) if mask is None else mask
-        masks = [_keras.mask_of(arguments.shortcut), self.compute_mask(arguments.inputs, mask)]
-        return _keras.sum_mask([arguments.shortcut, outputs], masks)
+        mask = _map(_keras.mask_of, inputs) if mask is None else mask
+        masks = [_keras.mask_of(shortcut), self.compute_mask(inputs, mask)]
+        return _keras.sum_mask([shortcut, outputs], masks)
 
     def compute_mask(self, inputs, mask=None):
         """The mask of the wrapped layer's output."""
@@ -459,7 +461,7 @@ class StochasticDepth(_keras.Wrapper):
         return self.layer.compute_output_shape(input_shape)
 
     def get_config(self):
-        config = super().get_config()
+        config = keras.layers.Layer.get_config(self)
         config.update(
             layer=keras.layers.serialize(self.layer),
             survival_prob=self.survival_prob,
