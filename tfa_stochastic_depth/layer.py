@@ -181,8 +181,8 @@ def check_options(mode, rescale, seed):
         raise ValueError(f'`rescale` must be "inference" or "training". Received: {rescale!r}.')
     if seed is not None and (not isinstance(seed, numbers.Integral) or isinstance(seed, bool)):
         raise TypeError(f"`seed` must be an integer or None. Received: {seed!r}.")
-    if seed is not None and not 0 <= seed < 2**31:
-        raise ValueError(f"`seed` must be in [0, 2**31). Received: {seed!r}.")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"`seed` must fit into 64 bits. Received: {seed!r}.")
 
 
 def _check_skip(skip):
@@ -228,9 +228,9 @@ class StochasticDepth(_keras.Wrapper):
             shortcut (by the caller, or in here by `shortcut=`). "identity": the inputs, for a
             layer that is a whole residual block. A layer: that layer on the inputs, for blocks
             that change the shape.
-        seed: Integer in [0, 2**31) from which the switches follow, or `None` for one that follows from
-            `keras.utils.set_random_seed`. Layers that shall drop independently need different
-            seeds.
+        seed: Integer of up to 64 bits from which the switches follow, or `None` for one that
+            follows from `keras.utils.set_random_seed`. Layers that shall drop independently need
+            different seeds.
         **kwargs: `name`, `trainable`, and `dtype`, which is `layer`'s own policy by default.
             `supports_masking=False` stops masks here.
 

@@ -86,7 +86,7 @@ def wrap_residuals(
             the end of a branch (EfficientNet, ConvNeXt, DropPath) gives way to this one.
         share_layers: `False`: the result owns copies of all layers, and `model` stays as it was.
             `True`: the result is made of `model`'s own layers, so that training it trains `model`.
-        seed: Integer in [0, 2**31) from which each block gets a seed of its own, or `None` for
+        seed: Integer from which each block gets a seed of its own, or `None` for
             seeds that follow from `keras.utils.set_random_seed`.
 
     Returns:
