@@ -11,7 +11,10 @@ import inspect
 import math
 import random
 import re
+import tempfile
 import warnings
+
+import numpy as np
 
 try:
     import tensorflow as tf
@@ -193,7 +196,9 @@ def addends(node):
     op = callee(node)
     args, kwargs = call_arguments(node)
     if isinstance(op, keras.layers.Add):
-        if type(op)._merge_function is not keras.layers.Add._merge_function:
+        own = type(op)
+        plain = keras.layers.Add
+        if own.call is not plain.call or own._merge_function is not plain._merge_function:
             return ()
         operands = flatten(args[0]) if args else flatten(kwargs)
     elif _operation(op) in ("Add", "__operators__.add", "math.add"):
@@ -379,7 +384,7 @@ def _copy_lambda(layer):
 
 
 def copy_state(layer, twin):
-    """Gives a built copy the weights and the trainable flags of its original.
+    """Gives a built copy the weights, the other saved state and the flags of its original.
 
     Raises:
         ValueError: If their weights do not match.
@@ -395,20 +400,35 @@ def copy_state(layer, twin):
         )
     if layer.weights:
         twin.set_weights(layer.get_weights())
-    copy_trainable(layer, twin)
+    pairs = list(zip(with_sublayers(layer), with_sublayers(twin)))
+    flags = [(copy, bool(original.trainable)) for original, copy in pairs]
+    for copy, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
+        copy.trainable = flag
+    for original, copy in pairs:
+        _copy_saved_state(original, copy)
 
 
-def copy_trainable(layer, twin):
-    """Sets the trainable flags of a layer and the layers inside it as another has them."""
-    pairs = zip(with_sublayers(layer), with_sublayers(twin))
-    flags = [(part, bool(original.trainable)) for original, part in pairs]
-    for part, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
-        part.trainable = flag
+def _copy_saved_state(layer, twin):
+    """State that a class saves in a way of its own: adapted statistics, vocabularies."""
+    cls, base = type(layer), keras.layers.Layer
+    if cls.load_own_variables is not base.load_own_variables and layer.weights:
+        store = {}
+        layer.save_own_variables(store)
+        twin.load_own_variables({key: np.asarray(value) for key, value in store.items()})
+    if getattr(cls, "save_assets", None) is not getattr(base, "save_assets", None):
+        with tempfile.TemporaryDirectory() as folder:
+            layer.save_assets(folder)
+            twin.load_assets(folder)
 
 
 def is_plain(model):
     """Whether a model is of one of Keras's own functional classes."""
     return type(model) in (keras.Model, keras.Sequential, _functional_class())
+
+
+def keeps_class(model):
+    """Whether `rebuild` gives a model of the same class."""
+    return is_plain(model) or not _has_own_constructor(type(model))
 
 
 def rebuild(model, inputs, outputs):

@@ -277,7 +277,7 @@ class StochasticDepth(_keras.Wrapper):
         check_options(mode, rescale, seed)
         _check_skip(skip)
         survival_prob = check_survival_prob(survival_prob)
-        supports_masking = kwargs.pop("supports_masking", True)
+        passes_masks = kwargs.pop("supports_masking", True)
         kwargs.setdefault("dtype", _keras.policy_like(layer))
         # The wrapped layer casts what it takes by its own policy. Casting here as well would
         # round its inputs twice.
@@ -286,7 +286,8 @@ class StochasticDepth(_keras.Wrapper):
         self.rescale = rescale
         self.skip = skip
         self.seed = None if seed is None else int(seed)
-        self.supports_masking = supports_masking
+        self.supports_masking = True  # Keras 3 warns of masks that end in a layer without
+        self._passes_masks = passes_masks
         self._specs = _Specs()
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
         self._seed_state = _keras.make_seed_state(self, self.seed)
@@ -324,7 +325,7 @@ class StochasticDepth(_keras.Wrapper):
             outputs = self._kept(arguments, training, self._weight(training))
         else:
             outputs = self._train(arguments, training)
-        if tf.is_tensor(shortcut) and self.supports_masking:
+        if tf.is_tensor(shortcut) and self._passes_masks:
             _keras.set_mask(outputs, self._sum_mask(inputs, shortcut, outputs, mask))
         return outputs
 
@@ -454,7 +455,7 @@ class StochasticDepth(_keras.Wrapper):
 
     def compute_mask(self, inputs, mask=None):
         """The mask of the wrapped layer's output."""
-        return _keras.output_mask(self.layer, inputs, mask)
+        return None if not self._passes_masks else _keras.output_mask(self.layer, inputs, mask)
 
     def compute_output_shape(self, input_shape):
         """The shape of the wrapped layer's output."""
@@ -472,7 +473,7 @@ class StochasticDepth(_keras.Wrapper):
         )
         if isinstance(self.skip, keras.layers.Layer):
             config["skip"] = keras.layers.serialize(self.skip)
-        if not self.supports_masking:
+        if not self._passes_masks:
             config["supports_masking"] = False
         return config
 

@@ -201,7 +201,7 @@ def _resolve_nesting(verdicts, nested, graph):
     at = {_place(b): b for b in blocks}
     graphs = {g.layer: g for _, g in graph.walk()}
     for outer in blocks:
-        for place in _places_in(graphs[outer.site.graph], outer.site.region):
+        for place, _ in _places_in(graphs[outer.site.graph], outer.site.region):
             inner = at.get(place)
             if inner is not None and inner is not outer:
                 inside.setdefault(_place(outer), inner)
@@ -223,13 +223,12 @@ def _place(block):
 
 
 def _places_in(graph, region):
-    """The places of all calls of a region, those in nested models included."""
-    for i in region:
-        yield graph.layer, i
-        nested = graph.calls[i].graph
-        if nested is not None:
-            for _, inner in nested.walk():
-                yield from ((inner.layer, j) for j in range(len(inner.calls)))
+    """The places of all calls of a region, those in nested models included, with the calls."""
+    for i in sorted(region):
+        call = graph.calls[i]
+        yield (graph.layer, i), call
+        for _, nested in call.graph.walk() if call.graph is not None else ():
+            yield from (((nested.layer, j), inner) for j, inner in enumerate(nested.calls))
 
 
 def _verdicts(graph):
@@ -333,7 +332,7 @@ def _region(graph, merge, start, branch):
     on_path = graph.between(start, branch)
     for i in on_path:
         if i not in closed:
-            raise _Refused(f"the branch cannot be skipped: {_escape(graph, i, closed)}.")
+            raise _Refused(f"the branch cannot be skipped: {_escape(graph, i, on_path, closed)}.")
     return frozenset(on_path) | _private(graph, closed - set(on_path))
 
 
@@ -362,15 +361,16 @@ def _check_closed_end(graph, merge, tensor):
             )
 
 
-def _escape(graph, i, closed):
-    """Says which tensor of call `i`, which lies outside a closed region, is used where."""
+def _escape(graph, i, on_path, closed):
+    """Says which tensor on the path from call `i`, which is not closed, is used where."""
+    users = [(t, u) for t in graph.calls[i].outputs for u in graph.users.get(t, ())]
     for t in graph.calls[i].outputs:
         if t in graph.outputs:
             return f"the output of {_maker(graph, t)} is an output of the model"
-        for user in graph.users.get(t, ()):
-            if user not in closed:
-                return f"the output of {_maker(graph, t)} is also used by {_name(graph, user)}"
-    return f"the output of {_name(graph, i)} is used elsewhere"
+    for t, user in users:
+        if user not in closed and user not in on_path:
+            return f"the output of {_maker(graph, t)} is also used by {_name(graph, user)}"
+    return next(_escape(graph, u, on_path, closed) for _, u in users if u not in closed)
 
 
 def _projection(graph, merge, first, second):
@@ -418,10 +418,9 @@ def _check_weights(graph, region):
 
 def _check_sharing(graph, region, uses):
     """Rule 6, second half. Layers without weights may be shared: each branch gets its own."""
-    here = {(graph.layer, i) for i in region}
-    for i in sorted(region):
-        call = graph.calls[i]
-        if call.params and not uses[call.layer] <= here:
+    calls = dict(_places_in(graph, region))
+    for call in calls.values():
+        if call.params and not uses[call.layer] <= calls.keys():
             raise _Refused(f"the branch shares the layer {call.name!r} with the rest of the model.")
 
 

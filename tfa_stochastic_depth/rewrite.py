@@ -104,12 +104,13 @@ class _Rewriter:
         nested = reading.nested.get(number)
         if nested is not None and self._is_rebuilt(nested):
             return self.model(nested)
-        # A layer without weights that is used elsewhere too gets a copy for each branch: one
-        # layer inside a branch and outside it could not be saved.
-        private = branch is not None and not self._uses[number] <= branch.places
-        if self._share_layers and not private:
+        # A layer without weights that is used elsewhere too gets a copy for each branch and each
+        # model: one layer inside a branch and outside it could not be saved.
+        scope = branch or _whole(reading.graph)
+        private = not _keras.weights(layer) and not self._uses[number] <= scope.places
+        if self._share_layers and not (private and branch):
             return layer
-        key = number, branch.name if private else None
+        key = number, scope.name if private else None
         if key not in self._twins:
             self._twins[key] = layer, _keras.copy_layer(layer)
         return self._twins[key][1]
@@ -118,12 +119,12 @@ class _Rewriter:
         """Whether a nested model is replayed, rather than copied or shared as one layer."""
         if any(graph.layer in self._wrapped for _, graph in nested.graph.walk()):
             return True
-        return not self._share_layers and _keras.is_plain(nested.model)
+        return not self._share_layers and _keras.keeps_class(nested.model)
 
     def _block(self, reading, block, seed, values):
         """Calls a `StochasticDepth` where a block was."""
         site, node = block.site, reading.nodes[block.site.merge]
-        options = {"name": _keras.callee(node).name, "seed": seed, **self._options}
+        options = {"name": self._name(reading, site.merge), "seed": seed, **self._options}
         if block.kind == "layer":
             layer = self._callee(reading, site.merge, None)
             args, kwargs = _new_arguments(reading, site.merge, values)
@@ -141,11 +142,17 @@ class _Rewriter:
         shortcut = values[id(reading.tensors[site.shortcut])]
         return wrapper(inputs[0] if len(inputs) == 1 else inputs, shortcut=shortcut)
 
+    def _name(self, reading, i):
+        """The name of a merge, made unique where one layer makes several sums."""
+        calls = reading.graph.calls
+        before = sum(call.layer == calls[i].layer for call in calls[:i])
+        return f"{calls[i].name}_{before}" if before else calls[i].name
+
     def _branch(self, reading, block):
         """The branch of a block as a model of its own."""
         site = block.site
-        name = f"{_keras.callee(reading.nodes[site.merge]).name}_branch"
-        branch = _Branch((site.graph, site.merge), {(site.graph, i) for i in site.region})
+        name = f"{self._name(reading, site.merge)}_branch"
+        branch = _Scope((site.graph, site.merge), {(site.graph, i) for i in site.region})
         region, end = set(site.region), site.branch
         if self._replace_existing and block.existing is not None:
             last = reading.graph.producer[end]
@@ -163,9 +170,15 @@ class _Rewriter:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Branch:
+class _Scope:
+    """A model or a branch, in which a layer without weights is one object, by its calls."""
+
     name: tuple
     places: set
+
+
+def _whole(graph):
+    return _Scope((graph.layer,), {(graph.layer, i) for i in range(len(graph.calls))})
 
 
 def _new_arguments(reading, i, values):
