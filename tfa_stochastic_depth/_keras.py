@@ -309,6 +309,17 @@ def is_synchronized(layer):
     return bool(getattr(layer, "synchronized", False)) or "SyncBatchNorm" in type(layer).__name__
 
 
+def synchronizes():
+    """Whether a synchronized BatchNormalization talks to replicas under the strategy in use.
+
+    On Keras 2 it does so under every strategy that could have several, even where there is one.
+    """
+    strategy = tf.distribute.get_strategy()
+    if IS_KERAS_3 or isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return strategy.num_replicas_in_sync > 1
+    return tf.distribute.has_strategy()
+
+
 def accepts(layer, argument):
     """Whether a layer's `call` takes an argument of this name."""
     return argument in inspect.signature(layer.call).parameters

@@ -360,6 +360,7 @@ class StochasticDepth(_keras.Wrapper):
         """What takes the layer's place. `kept` is its traced output, `None` in eager mode."""
         if kept is None:
             kept = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
+            self._check_floating(kept)
         if arguments.shortcut is not None:
             self.check_sum(arguments.shortcut, kept)
             outputs = arguments.shortcut
@@ -383,28 +384,33 @@ class StochasticDepth(_keras.Wrapper):
         return outputs
 
     def _weight(self, training):
-        """The factor on a kept layer's output, a float32 tensor, or `None` where it is 1."""
-        p = self._survival_prob
-        if self.rescale == "inference":
-            if training is True:
-                return None
-            return tf.convert_to_tensor(p) if training is False else tf.where(training, 1.0, p)
-        if training is False:
+        """The factor on a kept layer's output, a scalar tensor, or `None` where it is 1."""
+        if training is (self.rescale == "inference"):
             return None
-        return 1.0 / p if training is True else tf.where(training, 1.0 / p, 1.0)
+        # At least float32: in float16 1 / p and 1 - p would be off by more than the rounding of
+        # what they are multiplied with.
+        dtype = tf.float64 if self.compute_dtype == "float64" else tf.float32
+        p = tf.cast(self._survival_prob, dtype)
+        factor = p if self.rescale == "inference" else 1.0 / p
+        if isinstance(training, bool):
+            return factor
+        one = tf.ones((), dtype)
+        return tf.where(
+            training, *((one, factor) if self.rescale == "inference" else (factor, one))
+        )
 
     def _cast(self, tensors):
         """Tensors in this layer's compute dtype."""
+        self._check_floating(tensors)
+        return _map(lambda x: tf.cast(x, self.compute_dtype), tensors)
 
-        def cast(x):
+    def _check_floating(self, tensors):
+        for x in tf.nest.flatten(tensors):
             if not x.dtype.is_floating:
                 raise ValueError(
                     f"StochasticDepth {self.name!r} scales what its layer gives, which must be "
                     f"floating-point. Received: {x.dtype.name} from {self.layer.name!r}."
                 )
-            return tf.cast(x, self.compute_dtype)
-
-        return _map(cast, tensors)
 
     def _shortcut(self, shortcut):
         if shortcut is None:
@@ -436,14 +442,14 @@ class StochasticDepth(_keras.Wrapper):
             )
 
     def _check_replicas(self):
-        if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        if not _keras.synchronizes():
             return
         for part in _keras.with_sublayers(self):
             if _keras.is_synchronized(part):
                 raise ValueError(
                     f"StochasticDepth {self.name!r} holds {part.name!r}, a synchronized "
-                    "BatchNormalization, and is trained on several replicas: replicas cannot "
-                    "exchange statistics inside a tf.cond. Use BatchNormalization with "
+                    "BatchNormalization, and is trained under a strategy for several replicas: they "
+                    "cannot exchange statistics inside a tf.cond. Use BatchNormalization with "
                     "synchronized=False inside residual branches."
                 )
 
