@@ -151,12 +151,24 @@ def check_no_side_losses(graph):
 
 
 def calls(graph):
-    """Keras's records of the calls that belong to a functional model, in running order."""
-    return [
-        node
-        for depth in sorted(graph._nodes_by_depth, reverse=True)
-        for node in graph._nodes_by_depth[depth]
-    ]
+    """Keras's records of the calls that belong to a functional model, in an order they can run in.
+
+    It is the order in which one finds them following the outputs back to the inputs: unlike
+    Keras's own, by depth, it keeps towers together and is not changed by wrapping blocks.
+    """
+    nodes = [node for nodes in graph._nodes_by_depth.values() for node in nodes]
+    maker = {id(t): node for node in nodes for t in tensors_out(node)}
+    ordered, entered = {}, set()
+    todo = [maker[id(t)] for t in reversed(flatten(signature(graph)[1]))]
+    while todo:
+        node = todo.pop()
+        if id(node) in entered:  # all that it needs is in order by now
+            ordered.setdefault(id(node), node)
+            continue
+        entered.add(id(node))
+        needed = [maker[id(t)] for t in reversed(tensors_in(node))]
+        todo += [node, *(n for n in needed if id(n) not in entered)]
+    return list(ordered.values())
 
 
 def signature(graph):
@@ -273,6 +285,21 @@ def own_survival_prob(layer):
     return None
 
 
+def layers_in_order(model):
+    """A model's layers and all layers inside them, each once, in the order of the model's calls."""
+    graph = functional(model) if isinstance(model, keras.Model) else None
+    if graph is None:
+        children = sublayers(model)
+    else:
+        children = [callee(node) for node in calls(graph)]
+    found = {}
+    for child in children:
+        if isinstance(child, keras.layers.Layer):
+            found.setdefault(id(child), child)
+            found.update((id(x), x) for x in layers_in_order(child) if id(x) not in found)
+    return list(found.values())
+
+
 def sublayers(layer):
     """The layers directly inside a layer, in order."""
     if not isinstance(layer, keras.layers.Layer):
@@ -292,8 +319,14 @@ def weights(layer):
     return layer.weights if isinstance(layer, keras.layers.Layer) else []
 
 
+def _sizes(layer):
+    """The shapes of a layer's weights. On Keras 2 a vocabulary is among them, which has none."""
+    return [tuple(getattr(w, "shape", (None,))) for w in weights(layer)]
+
+
 def count_params(layer):
-    return sum(math.prod(w.shape) for w in weights(layer))
+    """How many numbers a layer's weights hold; what has no known shape is not counted."""
+    return sum(math.prod(size) for size in _sizes(layer) if None not in size)
 
 
 def count_weighted(layer):
@@ -402,7 +435,7 @@ def copy_state(layer, twin):
     """
     if not isinstance(layer, keras.layers.Layer):
         return
-    if [tuple(w.shape) for w in layer.weights] != [tuple(w.shape) for w in twin.weights]:
+    if _sizes(layer) != _sizes(twin):
         raise ValueError(
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied: made "
             f"anew from its configuration it has {len(twin.weights)} weights, and the original "
@@ -462,7 +495,7 @@ def rebuild(model, inputs, outputs):
                 f"{cls.__name__} has a constructor of its own, so the result is a plain "
                 f"keras.Model without its {', '.join(own)}. Wrap the functional model inside, and "
                 f"make the {cls.__name__} from the result.",
-                stacklevel=2,
+                stacklevel=5,  # the line that calls `wrap_residuals`
             )
         cls = keras.Model
     return cls(inputs=inputs, outputs=outputs, name=model.name)
@@ -530,8 +563,18 @@ def next_seed(state):
 
 
 def build(layer, args, kwargs):
-    """Makes the variables of a layer, by tracing a call on tensors like these; nothing runs."""
-    if not layer.built:
+    """Makes the variables of a layer that is called with tensors like these; nothing is run."""
+    if layer.built:
+        return
+    if IS_KERAS_3:  # a function cannot be traced for this inside a tf.distribute scope
+
+        def symbolic(x):
+            spec = _spec(x)
+            return x if spec is None else keras.KerasTensor(spec.shape, dtype=spec.dtype.name)
+
+        args, kwargs = tf.nest.map_structure(symbolic, (args, kwargs))
+        layer(*args, **kwargs)
+    else:
         trace(layer, args, kwargs)
 
 
@@ -571,10 +614,10 @@ def trace(layer, args, kwargs):
     return function.get_concrete_function(*(_spec(leaves[i]) for i in spots)).structured_outputs
 
 
-def trace_key(args, kwargs):
+def trace_key(layer, args, kwargs):
     """A hashable key, equal where `trace` must give the same."""
     leaves = tf.nest.flatten((args, kwargs))
-    return tuple(repr(x) if _spec(x) is None else _spec(x) for x in leaves)
+    return id(layer), *(repr(x) if _spec(x) is None else _spec(x) for x in leaves)
 
 
 def trace_sizes(layer, args, kwargs, sizes):

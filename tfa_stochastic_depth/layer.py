@@ -93,7 +93,7 @@ class _Specs:
         self._known = {}
 
     def outputs(self, layer, args, kwargs):
-        key = _keras.trace_key(args, kwargs)
+        key = _keras.trace_key(layer, args, kwargs)
         if key not in self._known:
             self._known[key] = _keras.trace(layer, args, kwargs)
         return self._known[key]
@@ -154,6 +154,14 @@ def _static(training):
         value = tf.get_static_value(training)
         return tf.cast(training, tf.bool) if value is None else bool(value)
     return bool(training)
+
+
+def _same_structure(value, like):
+    try:
+        tf.nest.assert_same_structure(value, like, check_types=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _scaled(y, weight):
@@ -317,9 +325,6 @@ class StochasticDepth(_keras.Wrapper):
         if mask is not None and _keras.accepts(self.layer, "mask"):
             kwargs["mask"] = mask
         arguments = _Arguments(inputs, (inputs, *args), kwargs, self._shortcut(shortcut))
-        _keras.build(self.layer, arguments.args, kwargs)
-        if isinstance(self.skip, keras.layers.Layer):
-            _keras.build(self.skip, (inputs,), {})
         training = _static(training)
         if training is False:
             outputs = self._kept(arguments, training, self._weight(training))
@@ -332,6 +337,11 @@ class StochasticDepth(_keras.Wrapper):
     def _train(self, arguments, training):
         """Draws the switch, and computes the layer if it is on."""
         self._check_replicas()
+        _keras.build(self.layer, arguments.args, arguments.kwargs)
+        if isinstance(self.skip, keras.layers.Layer):
+            _keras.build(self.skip, (arguments.inputs,), {})
+        if tf.executing_eagerly():  # one side is computed now, and the other may be wrong
+            self._check_sides(arguments)
         switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
         if training is not True:  # a tensor: at inference every layer runs
             switch = tf.logical_or(switch, tf.logical_not(training))
@@ -360,7 +370,6 @@ class StochasticDepth(_keras.Wrapper):
         """What takes the layer's place. `kept` is its traced output, `None` in eager mode."""
         if kept is None:
             kept = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
-            self._check_floating(kept)
         if arguments.shortcut is not None:
             self.check_sum(arguments.shortcut, kept)
             outputs = arguments.shortcut
@@ -373,13 +382,25 @@ class StochasticDepth(_keras.Wrapper):
             outputs = _map(lambda y: _with_zero_gradients(y, *weights), outputs)
         return outputs
 
+    def _check_sides(self, arguments):
+        """Checks what either value of the switch would give, without computing it."""
+        branch = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
+        self._check_floating(branch, f"what {self.layer.name!r} gives")
+        if arguments.shortcut is not None:
+            self.check_sum(arguments.shortcut, branch)
+        elif self.skip == "identity":
+            self._check_shapes("what `skip` gives", arguments.inputs, branch)
+        elif self.skip is not None:
+            skipped = self._specs.outputs(self.skip, (arguments.inputs,), {})
+            self._check_shapes("what `skip` gives", skipped, branch)
+
     def _skipped(self, arguments, training, like):
         """What `skip` gives."""
         if isinstance(self.skip, keras.layers.Layer):
             outputs = self.skip(arguments.inputs, training=training)
         else:
             outputs = arguments.inputs
-        outputs = self._cast(outputs)
+        outputs = self._cast(outputs, "what `skip` gives")
         self._check_shapes("what `skip` gives", outputs, like)
         return outputs
 
@@ -399,23 +420,23 @@ class StochasticDepth(_keras.Wrapper):
             training, *((one, factor) if self.rescale == "inference" else (factor, one))
         )
 
-    def _cast(self, tensors):
+    def _cast(self, tensors, what=None):
         """Tensors in this layer's compute dtype."""
-        self._check_floating(tensors)
+        self._check_floating(tensors, what or f"what {self.layer.name!r} gives")
         return _map(lambda x: tf.cast(x, self.compute_dtype), tensors)
 
-    def _check_floating(self, tensors):
+    def _check_floating(self, tensors, what):
         for x in tf.nest.flatten(tensors):
             if not x.dtype.is_floating:
                 raise ValueError(
-                    f"StochasticDepth {self.name!r} scales what its layer gives, which must be "
-                    f"floating-point. Received: {x.dtype.name} from {self.layer.name!r}."
+                    f"{what} must be floating-point in StochasticDepth {self.name!r}, which scales "
+                    f"and adds it. Received: {x.dtype.name}."
                 )
 
     def _shortcut(self, shortcut):
         if shortcut is None:
             return None
-        return self._cast(_map(tf.convert_to_tensor, shortcut))
+        return self._cast(_map(tf.convert_to_tensor, shortcut), "`shortcut`")
 
     def check_sum(self, shortcut, branch):
         """Raises an error unless a shortcut and a branch output have the same static shapes."""
@@ -429,12 +450,14 @@ class StochasticDepth(_keras.Wrapper):
     def _check_shapes(self, what, value, like):
         """Raises an error unless two structures hold tensors of the same static shapes."""
         shapes = [[tuple(x.shape) for x in tf.nest.flatten(v)] for v in (value, like)]
-        same = len(shapes[0]) == len(shapes[1]) and all(
+        same = _same_structure(value, like) and all(
             len(a) == len(b) and all(i == j or None in (i, j) for i, j in zip(a, b))
             for a, b in zip(*shapes)
         )
         if not same:
-            got, expected = (", ".join(map(str, s)) for s in shapes)
+            got, expected = (
+                _map(lambda x: tuple(x.shape), structure) for structure in (value, like)
+            )
             raise ValueError(
                 f"{what} must have the shape of the output of {self.layer.name!r}, {expected}, in "
                 f"StochasticDepth {self.name!r}. Received: {got}. Where a block changes the shape, "
@@ -448,9 +471,9 @@ class StochasticDepth(_keras.Wrapper):
             if _keras.is_synchronized(part):
                 raise ValueError(
                     f"StochasticDepth {self.name!r} holds {part.name!r}, a synchronized "
-                    "BatchNormalization, and is trained under a strategy for several replicas: they "
-                    "cannot exchange statistics inside a tf.cond. Use BatchNormalization with "
-                    "synchronized=False inside residual branches."
+                    "BatchNormalization, and is trained on several replicas: they cannot exchange "
+                    "statistics inside a tf.cond. Use BatchNormalization with synchronized=False "
+                    "inside residual branches."
                 )
 
     def _sum_mask(self, inputs, shortcut, outputs, mask):
@@ -493,12 +516,12 @@ class StochasticDepth(_keras.Wrapper):
 
 
 def stochastic_depth_layers(model):
-    """The `StochasticDepth` layers of a model, nested ones included, in the model's order."""
+    """The `StochasticDepth` layers of a model, nested ones included, in the order of its calls."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a keras.Model. Received: {model!r} (of type {type(model).__name__})."
         )
-    layers = [x for x in _keras.with_sublayers(model) if isinstance(x, StochasticDepth)]
+    layers = [x for x in _keras.layers_in_order(model) if isinstance(x, StochasticDepth)]
     if not layers:
         raise ValueError(
             f"`model` {model.name!r} holds no StochasticDepth layer: wrap it with "
@@ -514,7 +537,7 @@ def get_survival_probs(model):
         model: A `keras.Model` that holds such layers.
 
     Returns:
-        A list of floats in [0, 1], one per layer in the model's order.
+        A list of floats in [0, 1], one per layer, in the order of the blocks of `find_residuals`.
 
     Raises:
         ValueError: If the model holds no `StochasticDepth` layer.
@@ -548,6 +571,8 @@ def set_survival_probs(model, probs):
     [0.25]
     """
     layers = stochastic_depth_layers(model)
-    probs = check_sequence(probs, len(layers), "probs", "layer")
+    probs = check_sequence(
+        probs, len(layers), "probs", "layer", "a sequence with one number in [0, 1] per layer"
+    )
     for layer, p in zip(layers, probs):
         layer.survival_prob = p

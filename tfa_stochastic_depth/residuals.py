@@ -332,7 +332,9 @@ def _region(graph, merge, start, branch):
     on_path = graph.between(start, branch)
     for i in on_path:
         if i not in closed:
-            raise _Refused(f"the branch cannot be skipped: {_escape(graph, i, on_path, closed)}.")
+            raise _Refused(
+                f"the branch cannot be skipped: {_escape(graph, i, on_path, closed | {merge})}."
+            )
     return frozenset(on_path) | _private(graph, closed - set(on_path))
 
 

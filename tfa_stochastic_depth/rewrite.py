@@ -33,7 +33,7 @@ def rewrite(reading, residuals, options, replace_existing=True, share_layers=Fal
     """
     if not residuals.blocks:
         raise ValueError(_nothing_to_wrap(reading, residuals))
-    seeds = random.Random(seed)
+    seeds = random.Random(None if seed is None else int(seed))
     wrapped = {}
     for block in residuals.blocks:
         own_seed = None if seed is None else seeds.getrandbits(31)

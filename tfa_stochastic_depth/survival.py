@@ -1,7 +1,7 @@
 """Depth rules: which survival probability each block of a model gets."""
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 
 def check_survival_prob(value, argument="survival_prob"):
@@ -17,9 +17,8 @@ def check_survival_prob(value, argument="survival_prob"):
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
-            f"`{argument}` must be a number in [0, 1]. "
-            f"Received: {value!r} (of type {type(value).__name__}). "
-            "To change the probability of a built layer, assign a number to `layer.survival_prob`."
+            f"`{argument}` must be a Python number in [0, 1]. "
+            f"Received: {value!r} (of type {type(value).__name__}); convert it with float()."
         )
     if not 0 <= value <= 1:
         raise ValueError(
@@ -84,6 +83,9 @@ def probabilities(survival_prob, blocks):
         TypeError: If `survival_prob` is none of the three, or a value is not a number.
         ValueError: If a sequence has another length, or a value is outside [0, 1].
     """
+    if any(survival_prob is rule for rule in (linear_decay, constant, existing)):
+        name = survival_prob.__name__
+        raise TypeError(f"`survival_prob` is {name} itself. Call it to get a rule: {name}(0.5).")
     if callable(survival_prob):
         return [
             check_survival_prob(survival_prob(b), f"survival_prob(<block {b.name!r}>)")
@@ -92,15 +94,23 @@ def probabilities(survival_prob, blocks):
     if isinstance(survival_prob, numbers.Real):
         rule = linear_decay(check_survival_prob(survival_prob))
         return [rule(b) for b in blocks]
-    return check_sequence(survival_prob, len(blocks), "survival_prob", "block")
+    return check_sequence(
+        survival_prob,
+        len(blocks),
+        "survival_prob",
+        "block",
+        "a number in [0, 1], a sequence with one number per block, or a function of a block",
+    )
 
 
-def check_sequence(values, count, argument, noun):
+def check_sequence(values, count, argument, noun, expected):
     """Returns `values` as a list of `count` floats in [0, 1], or says what is wrong with it."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or _is_scalar(values):
+    # Arrays and tensors are no `Sequence`s; what has one axis is as good.
+    has_one_axis = len(getattr(values, "shape", ())) == 1
+    if isinstance(values, (str, bytes)) or not (isinstance(values, Sequence) or has_one_axis):
         raise TypeError(
-            f"`{argument}` must be a number in [0, 1], a sequence with one number per {noun}, or "
-            f"a function of a {noun}. Received: {values!r} (of type {type(values).__name__})."
+            f"`{argument}` must be {expected}. "
+            f"Received: {values!r} (of type {type(values).__name__})."
         )
     values = list(values)
     if len(values) != count:
@@ -109,8 +119,3 @@ def check_sequence(values, count, argument, noun):
             f"Received: a sequence of {len(values)}."
         )
     return [check_survival_prob(p, f"{argument}[{i}]") for i, p in enumerate(values)]
-
-
-def _is_scalar(values):
-    """Arrays and tensors without an axis are `Iterable` by type and fail only when iterated."""
-    return getattr(values, "shape", None) == ()
