@@ -65,8 +65,9 @@ def wrap_residuals(
     """Builds a model like `model` that is trained with stochastic depth.
 
     Each residual block that `find_residuals` finds becomes one `StochasticDepth` layer, which has
-    the name of the sum it replaces and holds the branch as a model of its own. All other layers,
-    the structure and the names of inputs and outputs stay as they are. The result is not compiled.
+    the name of the sum it replaces and holds the branch as a model of its own (`.layer`). All other
+    layers, the structure and the names of inputs and outputs stay as they are. A Sequential model
+    comes back as a functional one. The result is not compiled.
 
     Load pretrained weights before wrapping: the result has the same weights, in another order.
 
