@@ -246,7 +246,10 @@ def test_probabilities_outside_0_and_1(function, value):
 def test_probabilities_that_are_no_numbers(function, value):
     with pytest.raises(TypeError) as error:
         function(model(), [0.5, 0.5, value])
-    assert str(error.value).startswith("`survival_prob[2]` must be a number in [0, 1]. Received: ")
+    assert str(error.value) == (
+        f"`survival_prob[2]` must be a Python number in [0, 1]. Received: {value!r} "
+        f"(of type {type(value).__name__}); convert it with float()."
+    )
 
 
 @both

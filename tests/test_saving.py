@@ -68,7 +68,7 @@ def wrapped_images(**options):
 
 def trained_images():
     """Without dropout, whose random state Keras does not save."""
-    model, x = wrap_residuals(randomize(image_model(0.0)), 0.4), data(3, 8, 8, 3)
+    model, x = wrap_residuals(randomize(image_model(0.0)), constant(0.5)), data(3, 8, 8, 3)
     model.compile(keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError())
     model.fit(x, data(3, 3), verbose=0)
     return model, x
@@ -248,7 +248,7 @@ def reload(directory):
     def fit():
         model = keras.models.load_model(directory / "trained_images.keras")
         x = inputs["trained_images"]
-        model.fit(x, data(3, 3), verbose=0)
+        model.fit(x, data(3, 3), epochs=5, verbose=0)
         return [int(model.optimizer.iterations), predict(model, x)]
 
     def load_weights(extension):
@@ -338,7 +338,7 @@ def saved(tmp_path_factory):
                 path = str(directory / f"weights{extension}")
                 attempt(saving, ("weights", extension), lambda: model.save_weights(path))  # noqa: B023
         if name == "trained_images":
-            model.fit(inputs[name], data(3, 3), verbose=0)
+            model.fit(inputs[name], data(3, 3), epochs=5, verbose=0)
             expected["fit"] = [int(model.optimizer.iterations), predict(model, inputs[name])]
     model = wrap_residuals(switch_model(), constant(0.7), seed=5)
     set_survival_probs(model, [0.3, 0.6, 0.4, 0.8])
@@ -424,7 +424,7 @@ def test_what_is_trained_holds_both():
 def test_training_goes_on_where_it_was(saved):
     expected, results, _ = saved
     assert not isinstance(results["fit"], str), results["fit"]
-    assert results["fit"][0] == expected["fit"][0] == 2
+    assert results["fit"][0] == expected["fit"][0] == 6
     assert_close(results["fit"][1], expected["fit"][1])
 
 

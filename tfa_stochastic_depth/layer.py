@@ -388,10 +388,11 @@ class StochasticDepth(_keras.Wrapper):
         self._check_floating(branch, f"what {self.layer.name!r} gives")
         if arguments.shortcut is not None:
             self.check_sum(arguments.shortcut, branch)
-        elif self.skip == "identity":
-            self._check_shapes("what `skip` gives", arguments.inputs, branch)
         elif self.skip is not None:
-            skipped = self._specs.outputs(self.skip, (arguments.inputs,), {})
+            skipped = arguments.inputs
+            if self.skip != "identity":
+                skipped = self._specs.outputs(self.skip, (skipped,), {})
+            self._check_floating(skipped, "what `skip` gives")
             self._check_shapes("what `skip` gives", skipped, branch)
 
     def _skipped(self, arguments, training, like):
@@ -571,8 +572,6 @@ def set_survival_probs(model, probs):
     [0.25]
     """
     layers = stochastic_depth_layers(model)
-    probs = check_sequence(
-        probs, len(layers), "probs", "layer", "a sequence with one number in [0, 1] per layer"
-    )
+    probs = check_sequence(probs, len(layers), "probs", "layer")
     for layer, p in zip(layers, probs):
         layer.survival_prob = p

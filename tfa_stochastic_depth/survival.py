@@ -1,7 +1,7 @@
 """Depth rules: which survival probability each block of a model gets."""
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Set
 
 
 def check_survival_prob(value, argument="survival_prob"):
@@ -17,8 +17,10 @@ def check_survival_prob(value, argument="survival_prob"):
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
-            f"`{argument}` must be a Python number in [0, 1]. "
-            f"Received: {value!r} (of type {type(value).__name__}); convert it with float()."
+            f"`{argument}` must be a number in [0, 1]. "
+            f"Received: {value!r} (of type {type(value).__name__}). Convert arrays and tensors "
+            "with float(). To change the probability of a built layer, assign a number to "
+            "`layer.survival_prob`."
         )
     if not 0 <= value <= 1:
         raise ValueError(
@@ -103,13 +105,13 @@ def probabilities(survival_prob, blocks):
     )
 
 
-def check_sequence(values, count, argument, noun, expected):
+def check_sequence(values, count, argument, noun, expected=None):
     """Returns `values` as a list of `count` floats in [0, 1], or says what is wrong with it."""
-    # Arrays and tensors are no `Sequence`s; what has one axis is as good.
-    has_one_axis = len(getattr(values, "shape", ())) == 1
-    if isinstance(values, (str, bytes)) or not (isinstance(values, Sequence) or has_one_axis):
+    unordered = isinstance(values, (str, bytes, Set, Mapping))
+    # Arrays and tensors without an axis are `Iterable` by type and fail only when iterated.
+    if unordered or not isinstance(values, Iterable) or getattr(values, "shape", None) == ():
         raise TypeError(
-            f"`{argument}` must be {expected}. "
+            f"`{argument}` must be {expected or f'a sequence with one number per {noun}'}. "
             f"Received: {values!r} (of type {type(values).__name__})."
         )
     values = list(values)
