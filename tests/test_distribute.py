@@ -279,12 +279,12 @@ STRATEGIES_OF_ONE = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES_OF_ONE)
-def test_with_one_replica_a_synchronized_one_trains(name, leg):
+def test_with_one_replica_a_synchronized_one_trains(name):
     strategy = STRATEGIES_OF_ONE[name]()
     assert strategy.num_replicas_in_sync == 1
     with strategy.scope():
         model = residual_model(synchronized, 1.0)
-    if name == "mirrored" and leg != "keras3":  # Keras 2 asks the other replicas even so
+    if name == "mirrored":  # Keras asks the other replicas even where there are none
         with pytest.raises(Exception, match="trained on several replicas"):
             model.fit(*data(16), batch_size=8, verbose=0)
         return

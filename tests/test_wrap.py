@@ -1293,6 +1293,7 @@ def test_masks_go_on_after_a_dropped_block():
 
 
 def test_a_mask_made_inside_a_branch_reaches_what_follows():
+    """Or the block is refused."""
     inputs = keras.Input((5, 8))
     y = L.SimpleRNN(8, return_sequences=True)(L.Masking()(inputs))
     model = randomize(keras.Model(inputs, L.SimpleRNN(3)(L.Add()([inputs, y]))))

@@ -345,12 +345,10 @@ def is_synchronized(layer):
 def synchronizes():
     """Whether a synchronized BatchNormalization talks to replicas under the strategy in use.
 
-    On Keras 2 it does so under every strategy that could have several, even where there is one.
+    It does under every strategy that could have several, even where there is one.
     """
-    strategy = tf.distribute.get_strategy()
-    if IS_KERAS_3 or isinstance(strategy, tf.distribute.OneDeviceStrategy):
-        return strategy.num_replicas_in_sync > 1
-    return tf.distribute.has_strategy()
+    one = isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
+    return tf.distribute.has_strategy() and not one
 
 
 def accepts(layer, argument):
@@ -530,35 +528,36 @@ def read_scalar(variable):
 
 
 def make_seed_state(layer, seed):
-    """Gives a layer a state of two integers, a seed and a counter, kept in checkpoints.
+    """Gives a layer a weight of two integers, a seed and a counter.
+
+    It is not Keras 3's `SeedGenerator`, whose state no TensorFlow checkpoint holds.
 
     Args:
         layer: The layer that owns it.
         seed: An integer, or `None` for one drawn as Keras draws its default seeds (so that
             `keras.utils.set_random_seed` decides it).
     """
-    if IS_KERAS_3:
-        return keras.random.SeedGenerator(seed)
     seed = random.randint(1, int(1e9)) if seed is None else seed
+    # Each replica counts for itself, in step with the others: no communication, and so allowed in
+    # a cond.
+    alone = {
+        "synchronization": tf.VariableSynchronization.ON_READ,
+        "aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    }
     return layer.add_weight(
-        name="seed_generator_state",
+        name="seed_state",
         shape=(2,),
         dtype="int64",
-        initializer=lambda shape, dtype=None, **_: tf.constant([seed, 0], dtype or tf.int64),
+        initializer=lambda shape, dtype=None, **_: tf.constant([seed, 0], tf.int64),
         trainable=False,
-        # Each replica counts for itself, in step with the others: no communication, and so
-        # allowed in a cond.
-        synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        **({"aggregation": "none"} if IS_KERAS_3 else alone),
     )
 
 
 def next_seed(state):
     """The seed of this draw, an integer tensor of shape (2,); the counter moves on."""
-    if IS_KERAS_3:
-        return tf.cast(state.next(), tf.int64)
-    seed = tf.identity(state)
-    state.assign_add([0, 1])
+    seed = tf.identity(tf.convert_to_tensor(state))
+    state.assign(seed + [0, 1])
     return seed
 
 

@@ -472,9 +472,9 @@ class StochasticDepth(_keras.Wrapper):
             if _keras.is_synchronized(part):
                 raise ValueError(
                     f"StochasticDepth {self.name!r} holds {part.name!r}, a synchronized "
-                    "BatchNormalization, and is trained on several replicas: they cannot exchange "
-                    "statistics inside a tf.cond. Use BatchNormalization with synchronized=False "
-                    "inside residual branches."
+                    "BatchNormalization, and is trained on several replicas: replicas cannot "
+                    "exchange statistics inside a tf.cond. Use BatchNormalization with "
+                    "synchronized=False inside residual branches."
                 )
 
     def _sum_mask(self, inputs, shortcut, outputs, mask):
