@@ -925,6 +925,17 @@ def test_trainable_flags_are_kept(how):
     )
 
 
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_frozen_parts_of_a_custom_layer_stay_frozen(place):
+    """Their flags are in no configuration."""
+    model = {"around": around, "inside": inside}[place](Unregistered(8, name="custom"))
+    every_layer(model)["custom"].first.trainable = False
+    wrapped = wrap_residuals(model)
+    custom = every_layer(wrapped)["custom"]
+    assert (custom.first.trainable, custom.second.trainable) == (False, True)
+    assert len(wrapped.trainable_weights) == len(model.trainable_weights)
+
+
 def test_a_frozen_model_can_be_thawed_after_wrapping():
     wrapped = wrap_residuals(frozen("all"))
     assert not wrapped.trainable_weights

@@ -156,6 +156,15 @@ def _static(training):
     return bool(training)
 
 
+def _of_this_graph(x):
+    """An eager tensor as one of the graph being traced: a cond loses track of the former."""
+    if tf.executing_eagerly() or not (tf.is_tensor(x) and hasattr(x, "numpy")):
+        return x
+    y = tf.identity(x)
+    _keras.set_mask(y, _keras.mask_of(x))
+    return y
+
+
 def _same_structure(value, like):
     try:
         tf.nest.assert_same_structure(value, like, check_types=False)
@@ -322,6 +331,7 @@ class StochasticDepth(_keras.Wrapper):
 
     @_keras.unconverted
     def call(self, inputs, *args, shortcut=None, training=None, mask=None, **kwargs):
+        inputs, args, shortcut, kwargs = _map(_of_this_graph, (inputs, args, shortcut, kwargs))
         if mask is not None and _keras.accepts(self.layer, "mask"):
             kwargs["mask"] = mask
         arguments = _Arguments(inputs, (inputs, *args), kwargs, self._shortcut(shortcut))
