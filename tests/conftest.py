@@ -40,7 +40,8 @@ def leg():
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Every test starts from the same seeds, names and dtype policy."""
-    keras.backend.clear_session()
+    # Keras 3 collects garbage here by default, which takes longer than most of the tests.
+    keras.backend.clear_session(**({"free_memory": False} if hasattr(keras, "ops") else {}))
     keras.utils.set_random_seed(1)
     yield
     keras.mixed_precision.set_global_policy("float32")

@@ -377,6 +377,37 @@ def test_the_add_layer_says_what_mask_a_sum_has():
     np.testing.assert_array_equal(mask, [[True, True]] if KERAS_3 else [[True, False]])
 
 
+def test_masks_of_outputs_can_be_left_to_call():
+    """Else the `Wrapper` gets the mask of its input on its output, which `call` gave none."""
+
+    class Plain(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+            if not KERAS_3:
+                self._compute_output_and_mask_jointly = True
+
+        def call(self, x):
+            return x + 1.0
+
+        if KERAS_3:
+
+            def _set_mask_metadata(self, inputs, outputs, previous_mask):
+                pass
+
+    class Hands(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+
+        def call(self, x):
+            return x + 1.0
+
+    x = L.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
+    assert getattr(Plain()(x), "_keras_mask", None) is None
+    assert Hands()(x)._keras_mask is not None
+
+
 def test_a_layer_with_its_own_compute_mask_is_known():
     """Else `output_mask` does not ask it: Keras 3 sets a flag, Keras 2 marks the default."""
 

@@ -397,12 +397,81 @@ def test_a_branch_of_one_mask_and_a_shortcut_of_another_as_with_add():
     assert got.numpy().sum() == (3 if hasattr(keras, "ops") else 1)
 
 
-def test_supports_masking_false_stops_the_mask():
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("masked", [False, True], ids=["shortcut without", "shortcut with a mask"])
+def test_a_mask_made_inside_the_layer_comes_out(graph, masked):
+    """Kept: as with `Add`. Dropped: that of the shortcut, for nothing else is left."""
+    values = np.ones((1, 4, 3), "float32")
+    values[:, 2:] = 0
+    inner = keras.Sequential(
+        [keras.layers.Masking(), keras.layers.SimpleRNN(3, return_sequences=True)]
+    )
+    layer = StochasticDepth(inner, 1.0)
+
+    def mask(training):
+        x = tf.constant(values)
+        shortcut = tf.identity(x)
+        if masked:
+            shortcut._keras_mask = tf.constant([[False, True, True, True]])
+        y = layer(x, shortcut=shortcut, training=training)
+        summed = mask_of(keras.layers.Add()([shortcut, inner(x)]))
+        return mask_of(y), summed, mask_of(shortcut)
+
+    run = tf.function(mask) if graph else mask
+    for training in (True, False):
+        got, summed, _ = run(training)
+        assert (got is None) == (summed is None)
+        if got is not None:
+            np.testing.assert_array_equal(got, summed)
+    assert (got is None) == (hasattr(keras, "ops") and not masked)
+    layer.survival_prob = 0.0
+    got, _, own = run(True)
+    if got is not None:
+        np.testing.assert_array_equal(got, own if masked else np.ones((1, 4), bool))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_mask_made_inside_a_layer_without_shortcut(graph):
+    values = np.ones((1, 4, 3), "float32")
+    values[:, 2:] = 0
+
+    def mask(layer, training):
+        return mask_of(layer(tf.constant(values), training=training))
+
+    for skip, expected in ((None, [1, 1, 1, 1]), (keras.layers.Masking(), [1, 1, 0, 0])):
+        for p, training in ((1.0, True), (0.0, False), (0.0, True)):
+            layer = StochasticDepth(keras.layers.Masking(), p, skip=skip)
+            run = tf.function(mask) if graph else mask
+            kept = p or not training
+            np.testing.assert_array_equal(
+                run(layer, training), [[1, 1, 0, 0] if kept else expected]
+            )
+
+
+def test_a_layer_that_loses_the_mask_gives_none():
     x = keras.layers.Embedding(6, 3, mask_zero=True)(TOKENS)
-    layer = StochasticDepth(keras.layers.Dense(3), 0.5, supports_masking=False)
-    recorder = MaskRecorder()
-    recorder(layer(x, shortcut=x))
-    assert recorder.seen == [None]
+    for inner in (
+        keras.layers.Conv1D(3, 1),
+        keras.Sequential([keras.layers.Dense(3), keras.layers.Conv1D(3, 1)]),
+    ):
+        for call, _ in kept_dropped_inference(inner):
+            assert mask_of(call(x)) is None
+        assert StochasticDepth(inner, 0.5).compute_mask(x, mask_of(x)) is None
+    inner = keras.layers.LSTM(3, return_sequences=True)
+    assert StochasticDepth(inner, 0.5).compute_mask(x, mask_of(x)) is mask_of(x)
+
+
+@pytest.mark.parametrize("with_shortcut", [False, True])
+def test_supports_masking_false_stops_the_mask(with_shortcut):
+    x = keras.layers.Embedding(6, 3, mask_zero=True)(TOKENS)
+    layer = StochasticDepth(keras.layers.Dense(3), 0.5, rescale="training", supports_masking=False)
+    for training in (False, True):
+        y = layer(x, training=training, **({"shortcut": x} if with_shortcut else {}))
+        recorder = MaskRecorder()
+        recorder(y)
+        assert recorder.seen == [None]
+    assert layer.compute_mask(x, mask_of(x)) is None
+    assert mask_of(x) is not None
 
 
 # ------------------------------------------------------------------ shapes

@@ -600,23 +600,35 @@ def trace(layer, args, kwargs):
     """
     leaves = tf.nest.flatten((args, kwargs))
     spots = [i for i, x in enumerate(leaves) if _spec(x) is not None]
+    masked = [i for i in spots if mask_of(leaves[i]) is not None]
 
-    def run(*tensors):
+    def run(tensors, masks):
         values = list(leaves)
         for spot, tensor in zip(spots, tensors):
             values[spot] = tensor
+        for spot, mask in zip(masked, masks):
+            set_mask(values[spot], mask)
         a, k = tf.nest.pack_sequence_as((args, kwargs), values)
         outputs, _ = collect_losses(layer, lambda: layer(*a, training=False, **k))
-        return outputs
+        masks = {i: mask_of(y) for i, y in enumerate(tf.nest.flatten(outputs))}
+        return outputs, {i: mask for i, mask in masks.items() if mask is not None}
 
-    function = tf.function(unconverted(run))
-    return function.get_concrete_function(*(_spec(leaves[i]) for i in spots)).structured_outputs
+    function = tf.function(unconverted(run)).get_concrete_function(
+        [_spec(leaves[i]) for i in spots], [_spec(mask_of(leaves[i])) for i in masked]
+    )
+    outputs, masks = function.structured_outputs
+    for i, y in enumerate(tf.nest.flatten(outputs)):
+        set_mask(y, masks.get(i))
+    return outputs
 
 
 def trace_key(layer, args, kwargs):
     """A hashable key, equal where `trace` must give the same."""
-    leaves = tf.nest.flatten((args, kwargs))
-    return id(layer), *(repr(x) if _spec(x) is None else _spec(x) for x in leaves)
+
+    def key(x):
+        return repr(x) if _spec(x) is None else (_spec(x), _spec(mask_of(x)))
+
+    return id(layer), *map(key, tf.nest.flatten((args, kwargs)))
 
 
 def trace_sizes(layer, args, kwargs, sizes):
@@ -688,28 +700,35 @@ def set_mask(tensors, mask):
 def output_mask(layer, inputs, mask):
     """The mask that a layer gives its output, by what it does with masks, without running it.
 
-    A model hands the mask of its (first) input on if all of its layers do.
+    A functional model hands the mask of its (first) input on if all that it calls does.
     """
-    if isinstance(layer, keras.Model):
-        leaves = [part for part in with_sublayers(layer) if not sublayers(part)]
-        passes = all(_supports_masking(part) for part in leaves)
-        return flatten(mask)[0] if passes and mask is not None else None
-    return layer.compute_mask(inputs, mask) if _supports_masking(layer) else None
+    if is_functional(layer):
+        parts = [callee(node) for node in calls(functional(layer)) if not is_input_call(node)]
+        return flatten(mask)[0] if mask is not None and all(map(_passes_masks, parts)) else None
+    return layer.compute_mask(inputs, mask) if _passes_masks(layer) else None
 
 
-def _supports_masking(layer):
-    if isinstance(layer, keras.layers.InputLayer) or layer.supports_masking:
-        return True
-    return not IS_KERAS_3 and not getattr(layer.compute_mask, "_is_default", False)
+def _passes_masks(layer):
+    """Whether a layer says that it gives masks."""
+    if not isinstance(layer, keras.layers.Layer):
+        return False
+    if IS_KERAS_3 or layer.supports_masking:
+        return layer.supports_masking
+    return not getattr(layer.compute_mask, "_is_default", False)
 
 
-def let_masks_through(layer):
+def silence_masks(model):
     """Keeps Keras 3 from warning that a model destroys the masks of its inputs.
 
-    The layers inside get them all the same, and what mask goes on is for the wrapper to say.
+    The layers inside get them all the same, and its outputs have the masks that the last ones give.
     """
-    if IS_KERAS_3 and isinstance(layer, keras.Model):
-        layer.supports_masking = True
+    if IS_KERAS_3 and isinstance(model, keras.Model) and not model.supports_masking:
+        model.supports_masking = True
+        model.compute_mask = _no_other_mask
+
+
+def _no_other_mask(inputs, previous_mask):
+    return None
 
 
 def take_call_arguments(wrapper, layer):
@@ -747,7 +766,8 @@ if IS_KERAS_3:
     class Wrapper(keras.layers.Wrapper):
         """Keras's `Wrapper`, whose output is found without tracing where that can be.
 
-        A subclass has `check_sum(shortcut, branch)`, which raises an error unless the two add up.
+        The masks of its outputs are those that its `call` sets, and no others. A subclass has
+        `check_sum(shortcut, branch)`, which raises an error unless the two add up.
         """
 
         def compute_output_spec(self, inputs, *args, shortcut=None, **kwargs):
@@ -759,5 +779,14 @@ if IS_KERAS_3:
                 kwargs["shortcut"] = shortcut
             return keras.Operation.compute_output_spec(self, inputs, *args, **kwargs)
 
+        def _set_mask_metadata(self, inputs, outputs, previous_mask):
+            pass
+
 else:
-    Wrapper = keras.layers.Wrapper
+
+    class Wrapper(keras.layers.Wrapper):
+        """Keras's `Wrapper`. The masks of its outputs are those that its `call` sets."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._compute_output_and_mask_jointly = True

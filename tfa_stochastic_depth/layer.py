@@ -77,13 +77,31 @@ def _with_zero_gradients(y, *weights):
 
 
 class _Arguments:
-    """The arguments of one call; the shortcut is already cast."""
+    """The arguments of one call.
 
-    def __init__(self, inputs, args, kwargs, shortcut):
+    Attributes:
+        shortcut: The shortcut in the wrapper's compute dtype, or `None`.
+        stand_in: What stands in for the layer: the shortcut as it came, or else the inputs.
+        mask: The masks of `stand_in`, if they were given, and do not come with it.
+    """
+
+    def __init__(self, inputs, args, kwargs, shortcut, stand_in, mask):
         self.inputs = inputs
         self.args = args
         self.kwargs = kwargs
         self.shortcut = shortcut
+        self.stand_in = stand_in
+        self.mask = mask
+
+    def masks(self):
+        """The masks of what stands in for the layer, by place, as they are now.
+
+        Keras 3's attention takes the mask from the query that it is called with, and a sum after
+        it sees none.
+        """
+        if self.mask is None:
+            return _masks(self.stand_in)
+        return {i: mask for i, mask in enumerate(_keras.flatten(self.mask)) if mask is not None}
 
 
 class _Specs:
@@ -163,6 +181,48 @@ def _of_this_graph(x):
     y = tf.identity(x)
     _keras.set_mask(y, _keras.mask_of(x))
     return y
+
+
+def _masks(tensors):
+    """Place -> mask, for those of a structure of tensors that have one."""
+    masks = {i: _keras.mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
+    return {i: mask for i, mask in masks.items() if mask is not None}
+
+
+def _set_masks(tensors, masks):
+    """Tensors with these masks, and no others."""
+    leaves = []
+    for i, x in enumerate(tf.nest.flatten(tensors)):
+        if _keras.mask_of(x) is not None:
+            x = tf.identity(x)  # the mask belongs to whoever made the tensor
+        _keras.set_mask(x, masks.get(i))
+        leaves.append(x)
+    return tf.nest.pack_sequence_as(tensors, leaves)
+
+
+def _sum_masks(shortcut, shortcut_masks, branch_masks):
+    """The masks of the sums of shortcut and branch."""
+    masks = {
+        i: _keras.sum_mask([x, x], [shortcut_masks.get(i), branch_masks.get(i)])
+        for i, x in enumerate(tf.nest.flatten(shortcut))
+    }
+    return {i: mask for i, mask in masks.items() if mask is not None}
+
+
+def _stand_in_masks(outputs, masks, like):
+    """Masks for a dropped layer's outputs: `masks` where they fit, else nothing is masked.
+
+    Args:
+        outputs: What stands in for the layer's outputs.
+        masks: Place -> the mask that it has.
+        like: Place -> the mask that the layer's output would have. These places must be filled.
+    """
+    leaves, filled = tf.nest.flatten(outputs), {}
+    for i, mask in like.items():
+        filled[i] = masks.get(i)
+        if filled[i] is None or not filled[i].shape.is_compatible_with(mask.shape):
+            filled[i] = tf.ones(tf.shape(leaves[i])[: mask.shape.rank], tf.bool)
+    return filled
 
 
 def _same_structure(value, like):
@@ -309,7 +369,7 @@ class StochasticDepth(_keras.Wrapper):
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
         self._seed_state = _keras.make_seed_state(self, self.seed)
         _keras.take_call_arguments(self, layer)
-        _keras.let_masks_through(layer)
+        _keras.silence_masks(layer)
 
     @property
     def survival_prob(self):
@@ -334,18 +394,19 @@ class StochasticDepth(_keras.Wrapper):
         inputs, args, shortcut, kwargs = _map(_of_this_graph, (inputs, args, shortcut, kwargs))
         if mask is not None and _keras.accepts(self.layer, "mask"):
             kwargs["mask"] = mask
-        arguments = _Arguments(inputs, (inputs, *args), kwargs, self._shortcut(shortcut))
+        stand_in, own_mask = (inputs, mask) if shortcut is None else (shortcut, None)
+        arguments = _Arguments(
+            inputs, (inputs, *args), kwargs, self._shortcut(shortcut), stand_in, own_mask
+        )
         training = _static(training)
         if training is False:
-            outputs = self._kept(arguments, training, self._weight(training))
+            outputs, masks = self._kept(arguments, training, self._weight(training))
         else:
-            outputs = self._train(arguments, training)
-        if tf.is_tensor(shortcut) and self._passes_masks:
-            _keras.set_mask(outputs, self._sum_mask(inputs, shortcut, outputs, mask))
-        return outputs
+            outputs, masks = self._train(arguments, training)
+        return _set_masks(outputs, masks if self._passes_masks else {})
 
     def _train(self, arguments, training):
-        """Draws the switch, and computes the layer if it is on."""
+        """Draws the switch, and computes the layer if it is on. Returns (outputs, masks)."""
         self._check_replicas()
         _keras.build(self.layer, arguments.args, arguments.kwargs)
         if isinstance(self.skip, keras.layers.Layer):
@@ -355,7 +416,7 @@ class StochasticDepth(_keras.Wrapper):
         switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
         if training is not True:  # a tensor: at inference every layer runs
             switch = tf.logical_or(switch, tf.logical_not(training))
-        outputs, losses = run_or_skip(
+        results, losses = run_or_skip(
             switch,
             lambda: _keras.collect_losses(
                 self, lambda: self._kept(arguments, training, self._weight(training))
@@ -363,34 +424,50 @@ class StochasticDepth(_keras.Wrapper):
             lambda kept: self._dropped(arguments, training, kept),
         )
         _keras.add_losses(self, losses)
-        return outputs
+        return results
 
     def _kept(self, arguments, training, weight):
-        """`weight * f + (1 - weight) * s`, plus the shortcut; a weight of `None` is 1."""
-        f = self._cast(self.layer(*arguments.args, training=training, **arguments.kwargs))
+        """`weight * f + (1 - weight) * s`, plus the shortcut; a weight of `None` is 1.
+
+        Returns (outputs, masks).
+        """
+        f = self.layer(*arguments.args, training=training, **arguments.kwargs)
+        masks = _masks(f)
+        f = self._cast(f)
         if arguments.shortcut is not None:
             self.check_sum(arguments.shortcut, f)
-            return _map(lambda a, y: a + _scaled(y, weight), arguments.shortcut, f)
+            masks = _sum_masks(arguments.shortcut, arguments.masks(), masks)
+            return _map(lambda a, y: a + _scaled(y, weight), arguments.shortcut, f), masks
         if self.skip is None or weight is None:
-            return _map(lambda y: _scaled(y, weight), f)
-        s = self._skipped(arguments, training, f)
-        return _map(lambda y, z: _scaled(y, weight) + _scaled(z, 1.0 - weight), f, s)
+            return _map(lambda y: _scaled(y, weight), f), masks
+        s, _ = self._skipped(arguments, training, f)
+        return _map(lambda y, z: _scaled(y, weight) + _scaled(z, 1.0 - weight), f, s), masks
 
     def _dropped(self, arguments, training, kept):
-        """What takes the layer's place. `kept` is its traced output, `None` in eager mode."""
+        """What takes the layer's place, as (outputs, masks).
+
+        `kept` is what `_kept` returned when it was traced, `None` in eager mode.
+        """
         if kept is None:
-            kept = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
-        if arguments.shortcut is not None:
-            self.check_sum(arguments.shortcut, kept)
-            outputs = arguments.shortcut
-        elif self.skip is not None:
-            outputs = self._skipped(arguments, training, kept)
+            f = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
+            like = _masks(f)
         else:
-            outputs = zeros_like_output(self.layer, arguments, kept, self.compute_dtype)
+            f, like = kept
+        masks = arguments.masks()
+        if arguments.shortcut is not None:
+            self.check_sum(arguments.shortcut, f)
+            outputs = arguments.shortcut
+            if kept is None:
+                like = _sum_masks(outputs, masks, _stand_in_masks(outputs, {}, like))
+        elif self.skip is not None:
+            outputs, masks = self._skipped(arguments, training, f)
+        else:
+            outputs = zeros_like_output(self.layer, arguments, f, self.compute_dtype)
+        masks = _stand_in_masks(outputs, masks, like)
         if tf.executing_eagerly():
             weights = [tf.convert_to_tensor(w) for w in self.layer.trainable_weights]
             outputs = _map(lambda y: _with_zero_gradients(y, *weights), outputs)
-        return outputs
+        return outputs, masks
 
     def _check_sides(self, arguments):
         """Checks what either value of the switch would give, without computing it."""
@@ -406,14 +483,14 @@ class StochasticDepth(_keras.Wrapper):
             self._check_shapes("what `skip` gives", skipped, branch)
 
     def _skipped(self, arguments, training, like):
-        """What `skip` gives."""
+        """What `skip` gives, as (outputs, masks)."""
+        outputs, masks = arguments.inputs, arguments.masks()
         if isinstance(self.skip, keras.layers.Layer):
-            outputs = self.skip(arguments.inputs, training=training)
-        else:
-            outputs = arguments.inputs
+            outputs = self.skip(outputs, training=training)
+            masks = _masks(outputs)
         outputs = self._cast(outputs, "what `skip` gives")
         self._check_shapes("what `skip` gives", outputs, like)
-        return outputs
+        return outputs, masks
 
     def _weight(self, training):
         """The factor on a kept layer's output, a scalar tensor, or `None` where it is 1."""
@@ -487,14 +564,8 @@ class StochasticDepth(_keras.Wrapper):
                     "synchronized=False inside residual branches."
                 )
 
-    def _sum_mask(self, inputs, shortcut, outputs, mask):
-        """The mask of shortcut + branch."""
-        mask = _map(_keras.mask_of, inputs) if mask is None else mask
-        masks = [_keras.mask_of(shortcut), self.compute_mask(inputs, mask)]
-        return _keras.sum_mask([shortcut, outputs], masks)
-
     def compute_mask(self, inputs, mask=None):
-        """The mask of the wrapped layer's output."""
+        """The mask of the wrapped layer's output, for layers that ask before they call."""
         return None if not self._passes_masks else _keras.output_mask(self.layer, inputs, mask)
 
     def compute_output_shape(self, input_shape):

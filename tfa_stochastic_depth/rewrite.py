@@ -64,51 +64,58 @@ class _Rewriter:
         self._replace_existing = replace_existing
         self._share_layers = share_layers
         self._uses = reading.graph.uses()
-        self._models = {}  # number of a nested model -> the new one
-        self._twins = {}  # number of a layer, and the branch it is private to -> (original, copy)
+        # Number of a layer or nested model, and what it is private to -> (original, new one).
+        self._models = {}
+        self._twins = {}
 
-    def model(self, reading):
-        """The new model for a reading; a nested model that is called twice is made once."""
-        key = reading.graph.layer
+    def model(self, reading, owner=None):
+        """The new model for a reading; a nested model that is called twice is made once.
+
+        With an `owner`, a `_Scope`, it is one that shares no layer with any other.
+        """
+        graph = reading.graph.layer
+        key = graph, owner and owner.name
         if key not in self._models:
+            scope = _whole(reading.graph) if owner is None else owner.inside(graph)
             signature = _keras.signature(_keras.functional(reading.model))
             values = {id(t): _keras.copy_input(t) for t in _keras.flatten(signature[0])}
-            blocks = self._wrapped.get(key, {})
+            blocks = self._wrapped.get(graph, {})
             inside = {i for m, (block, _) in blocks.items() for i in block.site.region - {m}}
             for i in range(len(reading.nodes)):
                 if i in blocks:
                     _record(reading, i, self._block(reading, *blocks[i], values), values)
                 elif i not in inside:
-                    _record(reading, i, self._call(reading, i, values), values)
+                    _record(reading, i, self._call(reading, i, values, scope), values)
             inputs, outputs = (_keras.map_structure(lambda t: values[id(t)], s) for s in signature)
-            self._models[key] = _keras.rebuild(reading.model, inputs, outputs)
-        return self._models[key]
+            self._models[key] = reading.model, _keras.rebuild(reading.model, inputs, outputs)
+        return self._models[key][1]
 
     def copy_state(self, reading):
         """Gives copies the weights and trainable flags of their originals, from the outside in."""
         for original in reading.walk():
-            if original.graph.layer in self._models:
-                self._models[original.graph.layer].trainable = original.model.trainable
+            for model, twin in self._models.values():
+                if model is original.model:
+                    twin.trainable = model.trainable
         for original, twin in self._twins.values():
             _keras.copy_state(original, twin)
 
-    def _call(self, reading, i, values, branch=None):
-        """Repeats call `i` on new values, as part of `branch` if there is one."""
+    def _call(self, reading, i, values, scope):
+        """Repeats call `i` on new values."""
         args, kwargs = _new_arguments(reading, i, values)
-        return self._callee(reading, i, branch)(*args, **kwargs)
+        return self._callee(reading, i, scope)(*args, **kwargs)
 
-    def _callee(self, reading, i, branch):
+    def _callee(self, reading, i, scope):
         """What is called in place of the callee of call `i`."""
         layer = _keras.callee(reading.nodes[i])
         number = reading.graph.calls[i].layer
         nested = reading.nested.get(number)
-        if nested is not None and self._is_rebuilt(nested):
-            return self.model(nested)
         # A layer without weights that is used elsewhere too gets a copy for each branch and each
         # model: one layer inside a branch and outside it could not be saved.
-        scope = branch or _whole(reading.graph)
         private = not _keras.weights(layer) and not self._uses[number] <= scope.places
-        if self._share_layers and not (private and branch):
+        needs_copy = private and scope.in_branch
+        if nested is not None and (needs_copy or self._is_rebuilt(nested)):
+            return self.model(nested, scope if needs_copy else None)
+        if self._share_layers and not needs_copy:
             return layer
         key = number, scope.name if private else None
         if key not in self._twins:
@@ -126,7 +133,7 @@ class _Rewriter:
         site, node = block.site, reading.nodes[block.site.merge]
         options = {"name": self._name(reading, site.merge), "seed": seed, **self._options}
         if block.kind == "layer":
-            layer = self._callee(reading, site.merge, None)
+            layer = self._callee(reading, site.merge, _whole(reading.graph))
             args, kwargs = _new_arguments(reading, site.merge, values)
             wrapper = StochasticDepth(layer, block.survival_prob, skip="identity", **options)
             return wrapper(*args, **kwargs)
@@ -152,7 +159,8 @@ class _Rewriter:
         """The branch of a block as a model of its own."""
         site = block.site
         name = f"{self._name(reading, site.merge)}_branch"
-        branch = _Scope((site.graph, site.merge), {(site.graph, i) for i in site.region})
+        places = {(site.graph, i) for i in site.region}
+        branch = _Scope((site.graph, site.merge), places, in_branch=True)
         region, end = set(site.region), site.branch
         if self._replace_existing and block.existing is not None:
             last = reading.graph.producer[end]
@@ -171,14 +179,26 @@ class _Rewriter:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """A model or a branch, in which a layer without weights is one object, by its calls."""
+    """A model or a branch, in which a layer without weights is one object.
+
+    Attributes:
+        name: Tells it from all others.
+        places: The calls in it, as (graph, call).
+        in_branch: Whether it lies in a branch.
+    """
 
     name: tuple
     places: set
+    in_branch: bool
+
+    def inside(self, graph):
+        """The scope of a nested model that is this one's own: all of it is used nowhere else."""
+        return _Scope((*self.name, graph), set(), self.in_branch)
 
 
 def _whole(graph):
-    return _Scope((graph.layer,), {(graph.layer, i) for i in range(len(graph.calls))})
+    places = {(graph.layer, i) for i in range(len(graph.calls))}
+    return _Scope((graph.layer,), places, in_branch=False)
 
 
 def _new_arguments(reading, i, values):
