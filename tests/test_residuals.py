@@ -668,6 +668,108 @@ def test_a_drop_before_the_end_of_a_branch_is_not_the_branchs():
     assert only_block(g.done(g.add("sum", x, a))).existing is None
 
 
+def test_a_drop_and_a_sum_that_drops_are_both_in_the_existing_probability():
+    g = Draft()
+    x = g.tensor()
+    a = g.call("drop", g.dense("conv", x), drop=0.8)
+    graph = g.done(g.add("sum", x, a, drop=0.5))
+    block = only_block(graph)
+    assert block.existing == pytest.approx(0.4)
+    assert graph.calls[block.site.drop].name == "drop"
+
+
+def test_a_sum_that_drops_has_no_drop_in_its_branch():
+    g = Draft()
+    x = g.tensor()
+    block = only_block(g.done(g.add("sum", x, g.dense("conv", x), drop=0.5)))
+    assert (block.existing, block.site.drop) == (0.5, None)
+
+
+def test_a_branch_that_ends_in_a_sum_that_drops_keeps_it():
+    """It is the branch's last call, and no drop that could be left out."""
+    g = Draft()
+    x = g.tensor()
+    a = g.dense("a", x)
+    inner = g.add("inner", g.dense("c", g.dense("b", a)), a, drop=0.5)
+    found = find(g.done(g.add("sum", x, inner)), 0.5, nested="outer")
+    (block,) = found.blocks
+    assert (block.name, block.existing, block.site.drop) == ("sum", None, None)
+
+
+# ------------------------------------------------------------------ sums that name their branch
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+def test_a_sum_that_says_which_input_is_the_branch(branch):
+    g = Draft()
+    x = g.tensor()
+    a = g.dense("conv", x)
+    addends = (x, a) if branch else (a, x)
+    block = only_block(g.done(g.add("sum", *addends, branch=branch, factor=0.25)))
+    assert (block.site.shortcut, block.site.branch, block.site.factor) == (x, a, 0.25)
+
+
+def test_a_sum_that_takes_the_shortcut_for_the_branch_is_refused():
+    g = Draft()
+    x = g.dense("stem", g.tensor())
+    graph = g.done(g.add("sum", x, g.dense("conv", x), branch=0))
+    assert only_refusal(graph) == (
+        "what 'sum' (Add) takes for the branch, the output of 'stem', is the shortcut by the paths "
+        "that lead to it."
+    )
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+def test_a_sum_of_equal_sides_is_a_block_if_it_names_the_branch(branch):
+    """Neither their work nor what they are made of says more than the layer itself."""
+    g = Draft()
+    x = g.tensor()
+    sides = [g.call("left", g.dense("l", x)), g.call("right", g.dense("r", x))]
+    block = only_block(g.done(g.add("sum", *sides, branch=branch)))
+    assert (block.kind, block.site.branch) == ("projection", sides[branch])
+    assert block.shortcut == ("right", "left")[branch]
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def test_the_cost_of_a_branch_is_that_of_its_calls():
+    g = Draft()
+    x = g.tensor()
+    x = g.add("one", x, g.dense("b", g.dense("a", x, macs=30), macs=10))
+    x = g.add("two", x, g.dense("c", x, macs=60))
+    found = find(g.done(g.dense("head", x, macs=1000)), [0.9, 0.3])
+    assert [b.macs for b in found.blocks] == [40, 60]
+    assert found.expected_share == pytest.approx((0.9 * 40 + 0.3 * 60) / 100)
+    assert found.graph.macs == 1100
+
+
+def test_the_cost_is_not_known_where_sizes_are_not():
+    g = Draft()
+    x = g.tensor()
+    x = g.add("one", x, g.dense("a", x, macs=30))
+    x = g.add("two", x, g.dense("b", g.dense("c", x, macs=None), macs=1))
+    found = find(g.done(x), 0.5)
+    assert [b.macs for b in found.blocks] == [30, None]
+    assert found.expected_share is None
+    assert str(found).splitlines()[-1] == (
+        "expected share of the branches' multiply-adds: unknown, for sizes that are not fixed"
+    )
+
+
+# ------------------------------------------------------------------ layers that stay closed
+
+
+def test_a_layer_whose_blocks_cannot_be_reached_is_listed():
+    g = Draft()
+    x = g.call("stack", g.tensor(), params=9, closed="the blocks inside cannot be reached: so.")
+    found = find(g.done(g.add("sum", x, g.dense("conv", x))), 0.5)
+    assert [b.name for b in found.blocks] == ["sum"]
+    assert [(r.name, r.reason) for r in found.refusals] == [
+        ("stack", "the blocks inside cannot be reached: so.")
+    ]
+
+
 # ------------------------------------------------------------------ layers that are whole blocks
 
 
@@ -803,9 +905,9 @@ def test_the_papers_expected_depth_of_54_blocks():
 def test_the_printed_table():
     g = Draft("tiny")
     x = g.tensor()
-    a = g.dense("conv1", x, params=1234)
+    a = g.dense("conv1", x, params=1234, macs=800)
     x = g.add("sum1", x, g.relu("relu1", a))
-    b = g.dense("conv3", g.dense("conv2", x))
+    b = g.dense("conv3", g.dense("conv2", x, macs=100), macs=100)
     x = g.add("a_longer_name", g.dense("short", x), b)
     x = g.add("sum3", x, g.call("encode", x, whole_block=True, params=1))
     x = g.add("sum4", x, x)
@@ -817,6 +919,7 @@ def test_the_printed_table():
         "2  a_longer_name  projection short  conv2 .. conv3  2       144     0.5\n"
         "3  encode         layer             encode          1       1       0.3333\n"
         "expected depth: 1.708 of 3 blocks (56.9%)\n"
+        "expected share of the branches' multiply-adds: 80.0%\n"
         "not wrapped:\n"
         "  sum3: holds the block 'encode'; nested=\"outer\" wraps this one instead.\n"
         "  sum4: adds a tensor to itself."
@@ -845,6 +948,21 @@ def test_the_printed_table_of_no_block():
     assert str(refused) == (
         "No residual blocks found in 'tiny'.\nnot wrapped:\n  sum: adds a tensor to itself."
     )
+
+
+def test_notebooks_get_a_table():
+    g = Draft("a<b>")
+    x = g.tensor()
+    x = g.add("sum1", x, g.dense("conv & co", x, macs=1))
+    shown = find(g.done(g.add("sum2", x, x)), 0.25)._repr_html_()
+    assert shown.startswith("<p><b>1 residual block in &#x27;a&lt;b&gt;&#x27;</b></p><table><tr>")
+    assert "<tr><th>#</th><th>merge</th>" in shown
+    assert "<td>conv &amp; co</td><td>1</td><td>72</td><td>0.25</td></tr></table>" in shown
+    assert "<p>expected depth: 0.25 of 1 block (25.0%)</p>" in shown
+    assert "<p>expected share of the branches&#x27; multiply-adds: 25.0%</p>" in shown
+    assert shown.endswith("<li><code>sum2</code>: adds a tensor to itself.</li></ul>")
+    empty = find(Draft("m").done(), 0.5)._repr_html_()
+    assert empty == "<p><b>No residual blocks found in &#x27;m&#x27;.</b></p>"
 
 
 def test_findings_are_values():

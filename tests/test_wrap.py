@@ -6,6 +6,18 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import (
+    KERAS_3,
+    assert_same_outputs,
+    assert_same_weights,
+    data,
+    every_layer,
+    node_counts,
+    outputs,
+    randomize,
+    weights_by_layer,
+    wrappers,
+)
 
 from tfa_stochastic_depth import (
     StochasticDepth,
@@ -19,78 +31,9 @@ from tfa_stochastic_depth import (
 
 keras = tf.keras
 L = keras.layers
-KERAS_3 = hasattr(keras, "ops")
 
 
 # ------------------------------------------------------------------ helpers
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def randomize(model, seed=0):
-    """Gives every weight a value of its own, moving statistics and biases too."""
-    rng = np.random.default_rng(seed)
-    for weight in model.weights:
-        if tf.as_dtype(weight.dtype).is_floating:
-            value = rng.normal(size=weight.shape) * 0.3
-            positive = "variance" in (weight.path if KERAS_3 else weight.name)
-            weight.assign(np.abs(value) + 0.5 if positive else value)
-    return model
-
-
-def outputs(model, x, **kwargs):
-    return [np.asarray(y, "float64") for y in tf.nest.flatten(model(x, **kwargs))]
-
-
-def assert_same_outputs(model, other, x, atol=1e-6, **kwargs):
-    ours, theirs = outputs(model, x, **kwargs), outputs(other, x, **kwargs)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
-
-
-def every_layer(model):
-    """All layers of a model by name, those in nested models and branches too."""
-    found = {}
-    for layer in model.layers:
-        found[layer.name] = layer
-        inner = layer.layer if isinstance(layer, StochasticDepth) else layer
-        if isinstance(inner, keras.Model):
-            found.update(every_layer(inner))
-    return found
-
-
-def wrappers(model):
-    return [x for x in every_layer(model).values() if isinstance(x, StochasticDepth)]
-
-
-def weights_by_layer(model):
-    """Values of the weights of all layers that hold no others, by name."""
-    layers = every_layer(model).items()
-    return {
-        name: layer.get_weights()
-        for name, layer in layers
-        if layer.weights and not isinstance(layer, (keras.Model, StochasticDepth))
-    }
-
-
-def assert_same_weights(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        for a, b in zip(ours[name], theirs[name]):
-            np.testing.assert_array_equal(a, b)
-
-
-def node_counts(model):
-    """How often each layer and operation was called, in nested models too."""
-    counts = {}
-    for op in getattr(model, "operations", model.layers):
-        counts[op.name] = len(op._inbound_nodes), len(op._outbound_nodes)
-        if isinstance(op, keras.Model):
-            counts.update(node_counts(op))
-    return counts
 
 
 def mlp(*names, width=8):

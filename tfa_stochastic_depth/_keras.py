@@ -6,11 +6,14 @@ Each private attribute used here is pinned by a test in `tests/test_keras_assump
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import inspect
 import math
 import random
 import re
+import sys
 import tempfile
 import warnings
 
@@ -203,7 +206,74 @@ def tensors_out(node):
     return flatten(node.outputs)
 
 
-def addends(node):
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """What a call that is a sum adds.
+
+    Attributes:
+        addends: The symbolic tensors that it adds up.
+        branch: Which of two is the residual branch, 0 or 1, if the layer's class says so.
+        factor: What it multiplies the branch with.
+        survival_prob: The probability with which it keeps the branch, if it drops it at random.
+    """
+
+    addends: tuple
+    branch: int | None = None
+    factor: float = 1.0
+    survival_prob: float | None = None
+
+
+def _scaled_sum(layer):
+    """`CustomScaleLayer` of InceptionResNetV2: `x[0] + scale * x[1]`."""
+    return {"branch": 1, "factor": float(layer.scale)}
+
+
+def _dropping_sum(layer):
+    """`StochasticDepth` of tensorflow-addons and KerasCV: `x[0] + b * x[1]`."""
+    keep = getattr(layer, "survival_probability", None)
+    return {"branch": 1, "survival_prob": 1.0 - layer.rate if keep is None else float(keep)}
+
+
+# Layers that are sums by another name, known by their class's name (their packages need not be
+# installed) and an attribute.
+_SUM_LAYERS = {
+    ("CustomScaleLayer", "scale"): _scaled_sum,
+    ("StochasticDepth", "survival_probability"): _dropping_sum,
+    ("StochasticDepth", "rate"): _dropping_sum,
+}
+
+
+def as_sum(node, merge_layers):
+    """The `Sum` that a call is, or `None` if it is no sum or adds a constant.
+
+    Args:
+        node: Keras's record of the call.
+        merge_layers: Layer class -> function from such a layer to (branch, factor), for classes
+            whose layers take a list of two tensors.
+    """
+    layer = callee(node)
+    for cls, rule in merge_layers.items():
+        if isinstance(layer, cls):
+            branch, factor = rule(layer)
+            return _sum_of_two(node, branch=branch, factor=factor)
+    if isinstance(layer, keras.layers.Layer):
+        for (name, attribute), rule in _SUM_LAYERS.items():
+            number = getattr(layer, attribute, None)
+            if type(layer).__name__ == name and isinstance(number, (int, float)):
+                return _sum_of_two(node, **rule(layer))
+    addends = _addends(node)
+    return Sum(addends) if addends else None
+
+
+def _sum_of_two(node, **fields):
+    """A `Sum` of the two tensors that a layer is called with, or `None` if they are not two."""
+    args, kwargs = call_arguments(node)
+    operands = flatten(args[0]) if args else flatten(kwargs)
+    whole = len(operands) == 2 and all(map(is_symbolic, operands))
+    return Sum(tuple(operands), **fields) if whole else None
+
+
+def _addends(node):
     """The symbolic tensors that a call adds up, or () if it is no sum or adds a constant."""
     op = callee(node)
     args, kwargs = call_arguments(node)
@@ -329,6 +399,54 @@ def count_params(layer):
     return sum(math.prod(size) for size in _sizes(layer) if None not in size)
 
 
+_BY_INPUT = r"\w*Transpose|\w*RNN\w*|LSTM|GRU|Bidirectional"
+
+
+def count_macs(node):
+    """How many multiply-adds of kernels a call takes for one sample.
+
+    Every entry of a kernel (a weight of two or more axes) is used once for each position: each
+    pixel of the output, each step of the sequence. To this come the two products of attention.
+
+    Returns:
+        An int, or `None` if it depends on sizes that are not known.
+    """
+    layer = callee(node)
+    kernels = 0
+    for part in with_sublayers(layer) if weights(layer) else ():
+        if not sublayers(part) and not is_embedding(part):
+            kernels += sum(
+                math.prod(size)
+                for weight, size in zip(part.weights, _sizes(part))
+                if len(size) >= 2 and "bias" not in weight.name.split("/")[-1]
+            )
+    if not kernels:
+        return 0
+    by_input = re.fullmatch(_BY_INPUT, type(layer).__name__)
+    positions = _positions(layer, (tensors_in(node) if by_input else tensors_out(node))[0])
+    if positions is None:
+        return None
+    macs = kernels * positions
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        args, kwargs = call_arguments(node)
+        keys = _positions(layer, args[1] if len(args) > 1 else kwargs["value"])
+        config = layer.get_config()
+        if keys is None:
+            return None
+        macs += 2 * positions * keys * config["num_heads"] * config["key_dim"]
+    return macs
+
+
+def _positions(layer, tensor):
+    """How many vectors a tensor holds for one sample, or `None` if it is not known."""
+    size = shape(tensor)
+    if size is None:
+        return None
+    first = getattr(layer, "data_format", None) == "channels_first"
+    size = size[2:] if first else size[1:-1]
+    return None if None in size else math.prod(size)
+
+
 def count_weighted(layer):
     """How many layers with weights a layer holds; 1 for one that has its own."""
     if not weights(layer):
@@ -383,6 +501,21 @@ def emits_mask(node):
     return isinstance(callee(node), keras.layers.Add)
 
 
+# ------------------------------------------------------------------ saved models
+
+
+def load_safely(path):
+    """Loads a saved model without running code that the file holds (that of `Lambda` layers).
+
+    Keras 2 makes sure of that for `.keras` files only, unless it is told to.
+    """
+    if IS_KERAS_3:
+        return keras.models.load_model(path, compile=False)
+    home = sys.modules[keras.layers.Lambda.__module__]
+    with home.serialization_lib.SafeModeScope(True):
+        return keras.models.load_model(path, compile=False)
+
+
 # ------------------------------------------------------------------ copies and rebuilt models
 
 
@@ -425,6 +558,41 @@ def _copy_lambda(layer):
     )
 
 
+def holders(model):
+    """Id of a layer -> how many of the layers called in a model, and in nested ones, hold it."""
+    held = collections.Counter()
+    seen = {id(model)}
+
+    def visit(graph):
+        for node in calls(graph):
+            layer = callee(node)
+            if id(layer) in seen or not isinstance(layer, keras.layers.Layer):
+                continue
+            seen.add(id(layer))
+            if is_functional(layer):
+                visit(functional(layer))
+            else:
+                held.update(id(part) for part in with_sublayers(layer))
+
+    visit(functional(model))
+    return held
+
+
+def twin(layer, node):
+    """A built copy of a layer, with its weights, its other state and its flags.
+
+    Raises:
+        ValueError: If it cannot be copied.
+    """
+    copy = copy_layer(layer)
+    args, kwargs = map_structure(
+        lambda x: input_like(x, name=None) if is_symbolic(x) else x, call_arguments(node)
+    )
+    copy(*args, **kwargs)
+    copy_state(layer, copy)
+    return copy
+
+
 def copy_state(layer, twin):
     """Gives a built copy the weights, the other saved state and the flags of its original.
 
@@ -461,6 +629,65 @@ def _copy_saved_state(layer, twin):
         with tempfile.TemporaryDirectory() as folder:
             layer.save_assets(folder)
             twin.load_assets(folder)
+
+
+def open_layer(layer, node):
+    """A functional model of what a layer does in its `call`, made of the layers inside it.
+
+    Args:
+        layer: The layer, or a copy of it, built.
+        node: Keras's record of the call of the layer: the model takes its symbolic tensors, in
+            order, as a list.
+
+    Raises:
+        ValueError: If no such model would do the same. It says why.
+    """
+    tensors = list({id(t): t for t in tensors_in(node)}.values())
+
+    def model(**training):
+        inputs = [input_like(t, name=f"{layer.name}_input{i}") for i, t in enumerate(tensors)]
+        values = dict(zip(map(id, tensors), inputs))
+        args, kwargs = map_structure(
+            lambda x: values[id(x)] if is_symbolic(x) else x, call_arguments(node)
+        )
+        left_to_keras = ("training", "mask")
+        kwargs = {k: v for k, v in kwargs.items() if k not in left_to_keras or is_symbolic(v)}
+        outputs = layer.call(*args, **kwargs, **training)
+        return keras.Model(inputs, outputs, name=layer.name)
+
+    losses = len(layer.losses)
+    try:
+        opened = model()
+        ways = [opened]
+        if accepts(layer, "training"):
+            ways += [model(training=True), model(training=False)]
+    except Exception as error:  # whatever a foreign `call` may raise on symbolic tensors
+        raise ValueError(
+            f"its `call` does not run on symbolic tensors ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]})"
+        ) from error
+    if len({tuple(map(_what, calls(way))) for way in ways}) > 1:
+        raise ValueError("its `call` has two ways, one for training")
+    known = {id(w) for w in opened.variables}
+    if any(id(w) not in known for w in layer.variables):
+        raise ValueError("it has weights or random numbers of its own")
+    if len(layer.losses) != losses:
+        raise ValueError("its `call` adds losses")
+    for call in calls(opened):
+        plain = (bool, int, float, str, type(None), tf.DType)
+        for value in flatten(call_arguments(call)):
+            if not (is_symbolic(value) or isinstance(value, plain)):
+                raise ValueError("its `call` computes with tensors that are not its inputs")
+    return opened
+
+
+def _what(node):
+    """What is called, in a form that is equal for two traces of the same code."""
+    op = callee(node)
+    operation = _operation(op)
+    if is_input_call(node) or operation is not None:
+        return type(op).__name__, operation
+    return id(op)
 
 
 def is_plain(model):

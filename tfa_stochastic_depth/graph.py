@@ -32,13 +32,19 @@ class Call:
         inputs: Tensors that go in, with repeats.
         outputs: Tensors that come out.
         addends: If the call is a sum, its tensor operands, in order.
+        branch: Which of the addends is the branch, 0 or 1, if the layer itself says so.
+        factor: What the layer multiplies the branch with.
         weighted: How many layers with weights it holds (a nested model may hold many).
         params: How many weights (scalars) they have.
+        macs: How many multiply-adds of kernels it takes for one sample; `None` if that depends on
+            sizes that are not fixed.
         embedding: Whether it looks vectors up by position or id.
         projection: Whether it only changes size: convolution, dense, norm, pooling, padding, ...
-        drop: Survival probability, if the call is itself a random drop of a whole branch.
+        drop: Survival probability, if the call is itself a random drop of a whole branch, or a sum
+            that drops its branch.
         whole_block: Whether the caller said that this layer is a residual block by itself.
-        graph: The graph inside, if a functional model is called.
+        graph: The graph inside, if a functional model is called, or a layer that was opened.
+        closed: Why the blocks inside a layer cannot be reached, if it holds some that cannot.
     """
 
     name: str
@@ -47,13 +53,17 @@ class Call:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     addends: tuple[int, ...] = ()
+    branch: int | None = None
+    factor: float = 1.0
     weighted: int = 0
     params: int = 0
+    macs: int | None = 0
     embedding: bool = False
     projection: bool = False
     drop: float | None = None
     whole_block: bool = False
     graph: Graph | None = None
+    closed: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,12 @@ class Graph:
             for i, call in enumerate(graph.calls):
                 uses.setdefault(call.layer, set()).add((graph.layer, i))
         return uses
+
+    @functools.cached_property
+    def macs(self) -> int | None:
+        """Multiply-adds of all calls for one sample, `None` if one of them is not known."""
+        macs = [call.macs for call in self.calls]
+        return None if None in macs else sum(macs)
 
     @functools.cached_property
     def producer(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ The rules, by the numbers used in the comments below:
 2. What may be skipped is the closed region of the branch: calls that lead to it and nowhere else.
 3. If one input is an ancestor of the other, it is the shortcut, and all between lies in the region.
 4. Otherwise both regions start from a common tensor, and the side with less work, if it only
-   changes size, is the shortcut.
+   changes size, is the shortcut. A layer that says which of its inputs is the branch is believed.
 5. A branch may have several inputs.
 6. A branch has weights that are not only embeddings, and shares none with the rest of the model.
 7. Of blocks inside blocks either the innermost or the outermost are kept.
@@ -15,7 +15,10 @@ The rules, by the numbers used in the comments below:
 from __future__ import annotations
 
 import dataclasses
+import html
+import math
 
+from tfa_stochastic_depth.graph import Graph
 from tfa_stochastic_depth.survival import probabilities
 
 NESTED = ("inner", "outer")
@@ -32,7 +35,10 @@ class Block:
         shortcut: Name of what makes the shortcut.
         layers: Names of the layers in the branch, first to last.
         params: Number of weights (scalars) in the branch.
-        existing: Survival probability of the drop the branch already ends in, or `None`.
+        macs: Multiply-adds of the branch's kernels (convolution, dense, attention) for one sample,
+            an estimate of its cost; `None` if that depends on sizes that are not fixed.
+        existing: Survival probability of the drop that the branch already ends in, or that the
+            sum makes itself; `None` if there is none.
         index: Place among the model's blocks, from 1.
         count: How many blocks the model has.
         survival_prob: Probability in [0, 1] that the branch is kept.
@@ -43,6 +49,7 @@ class Block:
     shortcut: str
     layers: tuple[str, ...]
     params: int
+    macs: int | None
     existing: float | None
     site: Site = dataclasses.field(repr=False)
     index: int = 0
@@ -61,6 +68,8 @@ class Site:
         branch: The tensor that may be dropped.
         region: The calls that do not run when it is.
         inputs: The tensors that the region takes, the block's own input first.
+        drop: The call at the end of the region that is a drop of its own, or `None`.
+        factor: What the branch is multiplied with before it is added.
     """
 
     graph: int
@@ -69,6 +78,8 @@ class Site:
     branch: int
     region: frozenset[int]
     inputs: tuple[int, ...]
+    drop: int | None = None
+    factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,41 +92,112 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What was found in a model: `blocks` and `refusals`. `str()` gives a table."""
+    """What was found in a model. `str()` gives a table, and so do notebooks.
+
+    Attributes:
+        model: Name of the model.
+        blocks: Its residual blocks, in running order.
+        refusals: The sums that are none, with the reasons.
+        graph: The model's graph.
+    """
 
     model: str
     blocks: tuple[Block, ...]
     refusals: tuple[Refusal, ...]
+    graph: Graph = dataclasses.field(repr=False, compare=False)
 
     @property
     def expected_depth(self) -> float:
         """Expected number of branches that run in a training step."""
         return sum(block.survival_prob for block in self.blocks)
 
+    @property
+    def expected_share(self) -> float | None:
+        """Expected share of the branches' multiply-adds that a training step executes, in [0, 1].
+
+        It is what the time spent in branches shrinks to, as far as kernels decide it. `None` if
+        there are none, or their number depends on sizes that are not fixed.
+        """
+        macs = [block.macs for block in self.blocks]
+        if None in macs or not sum(macs):
+            return None
+        return sum(b.survival_prob * b.macs for b in self.blocks) / sum(macs)
+
+    def plot(self, path):
+        """Draws the model with its blocks: branches, shortcuts and survival probabilities.
+
+        Needs the extra `[plot]`.
+
+        Args:
+            path: Where to write the picture; its ending says the format: `.svg`, `.png`, `.pdf`.
+
+        Raises:
+            ImportError: If pygraphviz is not installed.
+            ValueError: If the path has another ending.
+        """
+        from tfa_stochastic_depth.plot import draw
+
+        draw(self, path)
+
+    def _repr_html_(self):
+        rows = [_COLUMNS, *map(_row, self.blocks)]
+        kinds = ["th", *["td"] * len(self.blocks)]
+        table = "".join(
+            "<tr>" + "".join(f"<{k}>{html.escape(cell)}</{k}>" for cell in row) + "</tr>"
+            for k, row in zip(kinds, rows)
+        )
+        refused = "".join(
+            f"<li><code>{html.escape(r.name)}</code>: {html.escape(r.reason)}</li>"
+            for r in self.refusals
+        )
+        parts = [f"<p><b>{html.escape(self._title())}</b></p>"]
+        parts += [f"<table>{table}</table>"] if self.blocks else []
+        parts += [f"<p>{html.escape(line)}</p>" for line in self._sums()]
+        parts += [f"<p>not wrapped:</p><ul>{refused}</ul>"] if refused else []
+        return "".join(parts)
+
     def __str__(self):
         return "\n".join([*self._table(), *self._refused()])
 
+    def _title(self):
+        count = len(self.blocks)
+        if not count:
+            return f"No residual blocks found in {self.model!r}."
+        return f"{count} residual block{'' if count == 1 else 's'} in {self.model!r}"
+
+    def _sums(self):
+        """Lines on all blocks together."""
+        if not self.blocks:
+            return []
+        count = len(self.blocks)
+        lines = [
+            f"expected depth: {self.expected_depth:.4g} of {count} block{'' if count == 1 else 's'}"
+            f" ({self.expected_depth / count:.1%})"
+        ]
+        share = self.expected_share
+        if share is not None:
+            lines.append(f"expected share of the branches' multiply-adds: {share:.1%}")
+        elif any(block.macs is None for block in self.blocks):
+            lines.append("expected share of the branches' multiply-adds: unknown, for sizes that")
+            lines[-1] += " are not fixed"
+        return lines
+
     def _table(self):
         if not self.blocks:
-            return [f"No residual blocks found in {self.model!r}."]
-        rows = [("#", "merge", "shortcut", "branch", "layers", "params", "survival_prob")]
-        rows += [_row(block) for block in self.blocks]
+            return [self._title()]
+        rows = [_COLUMNS, *map(_row, self.blocks)]
         widths = [max(map(len, column)) for column in zip(*rows)]
         rows.insert(1, tuple("-" * width for width in widths))
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
-        count = len(self.blocks)
-        plural = "" if count == 1 else "s"
-        return [
-            f"{count} residual block{plural} in {self.model!r}",
-            *lines,
-            f"expected depth: {self.expected_depth:.4g} of {count} block{plural} "
-            f"({self.expected_depth / count:.1%})",
-        ]
+        return [self._title(), *lines, *self._sums()]
 
     def _refused(self):
         if not self.refusals:
             return []
         return ["not wrapped:", *(f"  {r.name}: {r.reason}" for r in self.refusals)]
+
+
+_COLUMNS = ("#", "merge", "shortcut", "branch", "layers", "params", "survival_prob")
 
 
 def _row(block):
@@ -158,7 +240,7 @@ def find(graph, survival_prob, where=None, nested="inner"):
         for block, p in zip(blocks, probabilities(survival_prob, blocks))
     ]
     refusals = [v for v in verdicts if isinstance(v, Refusal)]
-    return Residuals(graph.name, tuple(blocks), tuple(refusals))
+    return Residuals(graph.name, tuple(blocks), tuple(refusals), graph)
 
 
 def _number(verdicts):
@@ -241,8 +323,10 @@ def _in_order(graph, path, uses, seen):
         if call.graph is not None and call.graph.layer not in seen:
             seen.add(call.graph.layer)
             yield from _in_order(call.graph, (*path, call.name), uses, seen)
+        name = "/".join((*path, call.name))
+        if call.closed is not None:
+            yield Refusal(name, call.closed)
         if call.whole_block or call.addends:
-            name = "/".join((*path, call.name))
             judge = _judge_layer if call.whole_block else _judge_merge
             try:
                 yield judge(graph, i, name, uses)
@@ -268,11 +352,12 @@ def _judge_layer(graph, i, name, uses):
         raise _Refused("the layer has no weights.")
     site = Site(graph.layer, i, -1, end, frozenset([i]), tuple(dict.fromkeys(call.inputs)))
     _check_sharing(graph, site.region, uses)
-    return Block(name, "layer", call.name, (call.name,), call.params, None, site)
+    return Block(name, "layer", call.name, (call.name,), call.params, call.macs, None, site)
 
 
 def _judge_merge(graph, i, name, uses):
-    first, second = _addends(graph, graph.calls[i])
+    merge = graph.calls[i]
+    first, second = _addends(graph, merge)
     if graph.between(first, second):
         kind, shortcut, branch = "identity", first, second
         start = first
@@ -282,6 +367,15 @@ def _judge_merge(graph, i, name, uses):
     else:
         kind = "projection"
         shortcut, branch, start = _projection(graph, i, first, second)
+    if merge.branch is not None and branch != merge.addends[merge.branch]:
+        raise _Refused(
+            f"what {merge.name!r} ({merge.kind}) takes for the branch, the output of "
+            f"{_maker(graph, shortcut)}, is the shortcut by the paths that lead to it."
+        )
+    last = graph.producer[branch]
+    drop = last if graph.calls[last].drop is not None and not graph.calls[last].addends else None
+    drops = [graph.calls[j].drop for j in (drop, i) if j is not None]
+    drops = [p for p in drops if p is not None]
     region = _region(graph, i, start, branch)
     _check_weights(graph, region)
     _check_sharing(graph, region, uses)
@@ -293,6 +387,8 @@ def _judge_merge(graph, i, name, uses):
         branch=branch,
         region=region,
         inputs=(start, *(t for t in inputs if t != start)),
+        drop=drop,
+        factor=merge.factor,
     )
     calls = [graph.calls[j] for j in sorted(region)]
     return Block(
@@ -303,7 +399,8 @@ def _judge_merge(graph, i, name, uses):
         else "input",
         layers=tuple(call.name for call in calls),
         params=sum({call.layer: call.params for call in calls}.values()),
-        existing=graph.calls[graph.producer[branch]].drop,
+        macs=None if any(c.macs is None for c in calls) else sum(c.macs for c in calls),
+        existing=math.prod(drops) if drops else None,
         site=site,
     )
 
@@ -377,6 +474,7 @@ def _escape(graph, i, on_path, closed):
 
 def _projection(graph, merge, first, second):
     """Rule 4: which of two sides that start together is the shortcut, and where they start."""
+    given = graph.calls[merge].branch
     sides = {}
     for tensor in (first, second):
         if tensor in graph.producer:
@@ -387,17 +485,19 @@ def _projection(graph, merge, first, second):
     if not common:
         raise _Refused("its two inputs do not start from a common tensor.")
     work = {t: sum(graph.calls[i].weighted for i in sides[t]) for t in (first, second)}
-    if work[first] == work[second]:
+    if given is None and work[first] == work[second]:
         raise _Refused(
             f"its two inputs hold equal work ({work[first]} layers with weights each), so neither "
             "is a shortcut."
         )
     shortcut, branch = sorted((first, second), key=work.get)
+    if given is not None:
+        branch, shortcut = (first, second)[given], (second, first)[given]
     start, *others = _starts(graph, sides[shortcut])
     if others or start not in common:
         raise _Refused("its lighter side has an input that the other does not start from.")
     for i in sorted(sides[shortcut]):
-        if not graph.calls[i].projection:
+        if given is None and not graph.calls[i].projection:
             raise _Refused(
                 f"its lighter side holds {graph.calls[i].name!r} ({graph.calls[i].kind}), which is "
                 "not a projection (convolution, dense, norm, pooling, padding, reshape, Lambda)."

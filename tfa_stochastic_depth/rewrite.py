@@ -91,7 +91,12 @@ class _Rewriter:
         return self._models[key][1]
 
     def copy_state(self, reading):
-        """Gives copies the weights and trainable flags of their originals, from the outside in."""
+        """Gives copies the weights and trainable flags of their originals, from the outside in.
+
+        Raises:
+            ValueError: If two originals share a layer with weights, which their copies would not.
+        """
+        self._check_tied()
         for original in reading.walk():
             for model, twin in self._models.values():
                 if model is original.model:
@@ -99,10 +104,27 @@ class _Rewriter:
         for original, twin in self._twins.values():
             _keras.copy_state(original, twin)
 
+    def _check_tied(self):
+        holder = {}
+        for original in {id(layer): layer for layer, _ in self._twins.values()}.values():
+            for part in _keras.with_sublayers(original):
+                other = holder.setdefault(id(part), original)
+                if other is not original and _keras.weights(part):
+                    raise ValueError(
+                        f"The layer {part.name!r} is used by both {other.name!r} and "
+                        f"{original.name!r}. Copies of them would not share it any more: pass "
+                        "`share_layers=True`, so that the result uses the model's own layers."
+                    )
+
     def _call(self, reading, i, values, scope):
         """Repeats call `i` on new values."""
         args, kwargs = _new_arguments(reading, i, values)
-        return self._callee(reading, i, scope)(*args, **kwargs)
+        callee = self._callee(reading, i, scope)
+        nested = reading.nested.get(reading.graph.calls[i].layer)
+        if nested is not None and nested.opened and self._is_rebuilt(nested):
+            tensors = {id(t): t for t in _keras.tensors_in(reading.nodes[i])}
+            return callee([values[t] for t in tensors])
+        return callee(*args, **kwargs)
 
     def _callee(self, reading, i, scope):
         """What is called in place of the callee of call `i`."""
@@ -113,7 +135,7 @@ class _Rewriter:
         # model: one layer inside a branch and outside it could not be saved.
         private = not _keras.weights(layer) and not self._uses[number] <= scope.places
         needs_copy = private and scope.in_branch
-        if nested is not None and (needs_copy or self._is_rebuilt(nested)):
+        if nested is not None and (self._is_rebuilt(nested) or (needs_copy and not nested.opened)):
             return self.model(nested, scope if needs_copy else None)
         if self._share_layers and not needs_copy:
             return layer
@@ -126,7 +148,7 @@ class _Rewriter:
         """Whether a nested model is replayed, rather than copied or shared as one layer."""
         if any(graph.layer in self._wrapped for _, graph in nested.graph.walk()):
             return True
-        return not self._share_layers and _keras.keeps_class(nested.model)
+        return not nested.opened and not self._share_layers and _keras.keeps_class(nested.model)
 
     def _block(self, reading, block, seed, values):
         """Calls a `StochasticDepth` where a block was."""
@@ -162,10 +184,9 @@ class _Rewriter:
         places = {(site.graph, i) for i in site.region}
         branch = _Scope((site.graph, site.merge), places, in_branch=True)
         region, end = set(site.region), site.branch
-        if self._replace_existing and block.existing is not None:
-            last = reading.graph.producer[end]
-            region.remove(last)
-            (end,) = reading.graph.calls[last].inputs
+        if self._replace_existing and site.drop is not None:
+            region.remove(site.drop)
+            (end,) = reading.graph.calls[site.drop].inputs
         tensors = [reading.tensors[t] for t in site.inputs]
         inputs = [
             _keras.input_like(t, name=f"{name}_input{i or ''}") for i, t in enumerate(tensors)
@@ -174,6 +195,10 @@ class _Rewriter:
         for i in sorted(region):
             _record(reading, i, self._call(reading, i, values, branch), values)
         output = values[id(reading.tensors[end])]
+        if site.factor != 1:
+            dtype = _keras.policy_for(output.dtype)
+            scale = keras.layers.Rescaling(site.factor, name=f"{name}_scale", dtype=dtype)
+            output = scale(output)
         return keras.Model(inputs[0] if len(inputs) == 1 else inputs, output, name=name)
 
 

@@ -6,7 +6,9 @@ from tfa_stochastic_depth.residuals import find
 from tfa_stochastic_depth.rewrite import rewrite
 
 
-def find_residuals(model, survival_prob=0.5, *, where=None, block_layers=(), nested="inner"):
+def find_residuals(
+    model, survival_prob=0.5, *, where=None, block_layers=(), nested="inner", merge_layers=None
+):
     """Finds the residual blocks of a model and changes nothing: the dry run of `wrap_residuals`.
 
     A residual block is a sum of two tensors (`Add()`, `x + y`, `keras.ops.add`, `tf.add`) of which
@@ -20,11 +22,18 @@ def find_residuals(model, survival_prob=0.5, *, where=None, block_layers=(), nes
             from a `Block` to a float.
         where: A function from a `Block` to a bool, for which blocks to take; `None` for all.
         block_layers: Layer classes that are whole residual blocks by themselves, with a sum
-            inside their `call` (transformer layers).
+            inside their `call` (transformer layers). They are found inside other layers too, if
+            the `call` of those does nothing but call layers and add.
         nested: Which of blocks inside blocks to take, "inner" (the innermost) or "outer".
+        merge_layers: Layers that are sums by another name: a dict from a layer class to
+            `(branch, factor)`, or to a function from the layer to that. Such a layer takes a list
+            of two tensors and gives `x[1 - branch] + factor * x[branch]`. Those of
+            InceptionResNetV2, `tfa.layers.StochasticDepth` and KerasCV's `StochasticDepth` are
+            known.
 
     Returns:
-        A `Residuals` with `blocks`, `refusals` and `expected_depth`; printed, it is a table.
+        A `Residuals` with `blocks`, `refusals`, `expected_depth` and `expected_share`. Printed, it
+        is a table; its `plot(path)` draws the model with its blocks.
 
     Raises:
         TypeError: If `model` is a subclassed model or no model of this Keras, or an argument is
@@ -45,8 +54,9 @@ def find_residuals(model, survival_prob=0.5, *, where=None, block_layers=(), nes
     -  -----  --------  ------  ------  ------  -------------
     1  sum    identity  dense   1       72      0.5
     expected depth: 0.5 of 1 block (50.0%)
+    expected share of the branches' multiply-adds: 50.0%
     """
-    return find(read(model, block_layers).graph, survival_prob, where, nested)
+    return find(read(model, block_layers, merge_layers).graph, survival_prob, where, nested)
 
 
 def wrap_residuals(
@@ -58,6 +68,7 @@ def wrap_residuals(
     where=None,
     block_layers=(),
     nested="inner",
+    merge_layers=None,
     replace_existing=True,
     share_layers=False,
     seed=None,
@@ -83,8 +94,10 @@ def wrap_residuals(
         where: As in `find_residuals`.
         block_layers: As in `find_residuals`. Such a layer is dropped by passing its input on.
         nested: As in `find_residuals`.
+        merge_layers: As in `find_residuals`.
         replace_existing: Whether a random drop of the whole branch that the model already has at
-            the end of a branch (EfficientNet, ConvNeXt, DropPath) gives way to this one.
+            the end of a branch (EfficientNet, ConvNeXt, DropPath) gives way to this one. Sums
+            that drop their branch themselves always do.
         share_layers: `False`: the result owns copies of all layers, and `model` stays as it was.
             `True`: the result is made of `model`'s own layers, so that training it trains `model`.
         seed: Integer from which each block gets a seed of its own, or `None` for
@@ -108,7 +121,7 @@ def wrap_residuals(
     (0.96875, 0.5)
     """
     check_options(mode, rescale, seed)
-    reading = read(model, block_layers)
+    reading = read(model, block_layers, merge_layers, share_layers)
     residuals = find(reading.graph, survival_prob, where, nested)
     options = {"mode": mode, "rescale": rescale}
     return rewrite(reading, residuals, options, replace_existing, share_layers, seed)
