@@ -536,7 +536,9 @@ def copy_layer(layer):
     parts = {type(part).__name__: type(part) for part in with_sublayers(layer)}
     try:
         with keras.utils.custom_object_scope(parts):
-            return type(layer).from_config(layer.get_config())
+            copy = _from_config(layer)
+        _build_by_calling(copy)
+        return copy
     except Exception as error:  # whatever a foreign get_config or constructor may raise
         raise ValueError(
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied. Give its "
@@ -544,6 +546,54 @@ def copy_layer(layer):
             "`share_layers=True`, so that the result uses the model's own layers instead of "
             f"copies. The error was: {type(error).__name__}: {error}"
         ) from error
+
+
+def _from_config(layer):
+    """A layer of the same configuration.
+
+    Some classes put more into their config than their constructor takes back. Their copies
+    leave that out, from the configs that they give as well, so that they can be saved.
+    """
+    cls = type(layer)
+    try:
+        return cls.from_config(layer.get_config())
+    except TypeError:
+        config = layer.get_config()
+        extra = config.keys() - _constructor_arguments(cls)
+        if not extra:
+            raise
+        copy = cls.from_config({k: v for k, v in config.items() if k not in extra})
+        get_config = copy.get_config
+        copy.get_config = lambda: {k: v for k, v in get_config().items() if k not in extra}
+        return copy
+
+
+def _build_by_calling(layer):
+    """Has a foreign layer of a saved model built by its call again, and not before that.
+
+    Keras 3 calls `build` with the shape that it saved, a list by then, which many cannot take.
+    """
+    cls, base = type(layer), keras.layers.Layer
+    own = getattr(cls, "get_build_config", None) is not getattr(base, "get_build_config", None)
+    foreign = not cls.__module__.startswith("keras.")
+    if IS_KERAS_3 and isinstance(layer, base) and foreign and not own:
+        layer.get_build_config = _no_config
+
+
+def _no_config():
+    return None
+
+
+def _constructor_arguments(cls):
+    """The names of the arguments that a class takes, those handed on to its bases included."""
+    names = set()
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            names.update(p.name for p in parameters)
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+    return names | {"name", "trainable", "dtype"}
 
 
 def _copy_lambda(layer):
@@ -576,21 +626,6 @@ def holders(model):
 
     visit(functional(model))
     return held
-
-
-def twin(layer, node):
-    """A built copy of a layer, with its weights, its other state and its flags.
-
-    Raises:
-        ValueError: If it cannot be copied.
-    """
-    copy = copy_layer(layer)
-    args, kwargs = map_structure(
-        lambda x: input_like(x, name=None) if is_symbolic(x) else x, call_arguments(node)
-    )
-    copy(*args, **kwargs)
-    copy_state(layer, copy)
-    return copy
 
 
 def copy_state(layer, twin):
@@ -634,8 +669,10 @@ def _copy_saved_state(layer, twin):
 def open_layer(layer, node):
     """A functional model of what a layer does in its `call`, made of the layers inside it.
 
+    Neither the layer nor those inside keep a record of it.
+
     Args:
-        layer: The layer, or a copy of it, built.
+        layer: The layer.
         node: Keras's record of the call of the layer: the model takes its symbolic tensors, in
             order, as a list.
 
@@ -656,6 +693,11 @@ def open_layer(layer, node):
         return keras.Model(inputs, outputs, name=layer.name)
 
     losses = len(layer.losses)
+    records = [
+        (record, len(record))
+        for part in with_sublayers(layer)
+        for record in (part._inbound_nodes, part._outbound_nodes)
+    ]
     try:
         opened = model()
         ways = [opened]
@@ -666,6 +708,9 @@ def open_layer(layer, node):
             f"its `call` does not run on symbolic tensors ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0]})"
         ) from error
+    finally:
+        for record, length in records:
+            del record[length:]
     if len({tuple(map(_what, calls(way))) for way in ways}) > 1:
         raise ValueError("its `call` has two ways, one for training")
     known = {id(w) for w in opened.variables}

@@ -37,7 +37,7 @@ class Reading:
             yield from nested.walk()
 
 
-def read(model, block_layers=(), merge_layers=None, share_layers=False):
+def read(model, block_layers=(), merge_layers=None):
     """Reads a functional or Sequential model and the ones nested in it.
 
     A layer that holds layers of `block_layers` inside is opened: a functional model of what it
@@ -47,7 +47,6 @@ def read(model, block_layers=(), merge_layers=None, share_layers=False):
         model: A built functional or Sequential `keras.Model`.
         block_layers: Layer classes that are whole residual blocks by themselves.
         merge_layers: Layer class -> (branch, factor), or a function from the layer to that.
-        share_layers: Whether layers are opened themselves, and not copies of them.
 
     Raises:
         TypeError: If `model` is no model of this Keras, or a subclassed one; if `block_layers`
@@ -57,16 +56,15 @@ def read(model, block_layers=(), merge_layers=None, share_layers=False):
     block_layers = _check_block_layers(block_layers)
     merge_layers = _check_merge_layers({} if merge_layers is None else merge_layers)
     _keras.check_functional(model)
-    return _Reader(block_layers, merge_layers, share_layers, _keras.holders(model)).read(model)
+    return _Reader(block_layers, merge_layers, _keras.holders(model)).read(model)
 
 
 class _Reader:
     """Numbers layers over all nested models and reads each model once."""
 
-    def __init__(self, block_layers, merge_layers, share_layers, holders):
+    def __init__(self, block_layers, merge_layers, holders):
         self.block_layers = block_layers
         self.merge_layers = merge_layers
-        self.share_layers = share_layers
         self.holders = holders
         self.numbers = {}
         self.readings = {}
@@ -150,9 +148,6 @@ class _Reader:
         for part in _keras.with_sublayers(layer):
             if _keras.weights(part) and self.holders[id(part)] > 1:
                 raise ValueError(f"it shares the layer {part.name!r} with another")
-        if not self.share_layers:
-            layer = _keras.twin(layer, node)
-            self.kept.append(layer)
         self.readings[number] = self._read(_keras.open_layer(layer, node), number, opened=True)
         return self.readings[number]
 

@@ -121,7 +121,7 @@ def wrap_residuals(
     (0.96875, 0.5)
     """
     check_options(mode, rescale, seed)
-    reading = read(model, block_layers, merge_layers, share_layers)
+    reading = read(model, block_layers, merge_layers)
     residuals = find(reading.graph, survival_prob, where, nested)
     options = {"mode": mode, "rescale": rescale}
     return rewrite(reading, residuals, options, replace_existing, share_layers, seed)
