@@ -44,11 +44,17 @@ def main(arguments=None):
     try:
         print(_report(options))
     except Exception as error:  # whatever a file or its loader may hold ready
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = lines[0] if lines else type(error).__name__
-        print(f"{parser.prog}: error: {options.model}: {text}", file=sys.stderr)
+        print(f"{parser.prog}: error: {options.model}: {_line(error)}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def _line(error):
+    """The first line of the error that another was raised from."""
+    while error.__cause__ or (error.__context__ and not error.__suppress_context__):
+        error = error.__cause__ or error.__context__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def _report(options):
@@ -56,7 +62,13 @@ def _report(options):
 
     if not os.path.exists(options.model):
         raise FileNotFoundError("no such file.")
-    model = _keras.load_safely(options.model)
+    try:
+        model = _keras.load_safely(options.model)
+    except Exception as error:
+        raise ValueError(
+            f"{_line(error)} (A model that needs code or classes of your own can be loaded in "
+            "Python and given to find_residuals.)"
+        ) from None
     residuals = find_residuals(model, options.survival_prob, nested=options.nested)
     if options.plot is not None:
         residuals.plot(options.plot)

@@ -571,12 +571,12 @@ def _from_config(layer):
 def _build_by_calling(layer):
     """Has a foreign layer of a saved model built by its call again, and not before that.
 
-    Keras 3 calls `build` with the shape that it saved, a list by then, which many cannot take.
+    Keras calls `build` with the shape that it saved, a list by then, which many cannot take.
     """
     cls, base = type(layer), keras.layers.Layer
     own = getattr(cls, "get_build_config", None) is not getattr(base, "get_build_config", None)
-    foreign = not cls.__module__.startswith("keras.")
-    if IS_KERAS_3 and isinstance(layer, base) and foreign and not own:
+    foreign = cls.__module__.partition(".")[0] not in ("keras", "tf_keras")
+    if isinstance(layer, base) and foreign and not own:
         layer.get_build_config = _no_config
 
 
@@ -715,7 +715,7 @@ def open_layer(layer, node):
         raise ValueError("its `call` has two ways, one for training")
     known = {id(w) for w in opened.variables}
     if any(id(w) not in known for w in layer.variables):
-        raise ValueError("it has weights or random numbers of its own")
+        raise ValueError("it has weights or random numbers outside the layers that it calls")
     if len(layer.losses) != losses:
         raise ValueError("its `call` adds losses")
     for call in calls(opened):
