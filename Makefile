@@ -24,6 +24,8 @@ BUILD_OF_TENSORFLOW := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' '-'
 TENSORFLOW ?= $(BUILD_OF_TENSORFLOW)
 TENSORFLOW_KERAS2 ?= $(BUILD_OF_TENSORFLOW)>=2.15,<2.16
 ADDONS := tensorflow-addons==0.23.0
+HUB := keras-hub==0.32.0
+HUB_NEEDS := absl-py kagglehub kagglesdk==0.1.28 packaging regex rich sentencepiece tokenizers
 
 PYTEST_ARGS ?= -n 2 tests
 DEMO_ARGS ?=
@@ -95,11 +97,14 @@ $(VENV)/demo.stamp: $(VENV)/tensorflow.stamp
 	@touch $@
 
 # Both legs of this environment meet models of the other's Keras, so both need tf_keras. It must be
-# of TensorFlow's own minor version, and its declared dependency is the large build.
+# of TensorFlow's own minor version. The declared dependencies of tf_keras and keras-hub include the
+# large build of TensorFlow.
 $(VENV)/test.stamp: $(VENV)/tensorflow.stamp
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
 	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps "tf_keras==$$($(VENV)/bin/python -c \
 	  'import tensorflow as tf; print(".".join(tf.__version__.split(".")[:2]))' 2>/dev/null).*"
+	@$(VENV)/bin/python $(PIP_INSTALL) $(HUB_NEEDS)
+	@$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(HUB)
 	@touch $@
 
 $(VENV)/lint.stamp: $(VENV)/made.stamp pyproject.toml

@@ -14,13 +14,16 @@ def data(*shape, seed=0):
 
 
 def randomize(model, seed=0):
-    """Gives every weight a value of its own, moving statistics and biases too."""
+    """Gives every weight a value of its own, moving statistics and biases too.
+
+    Survival probabilities are left alone.
+    """
     rng = np.random.default_rng(seed)
     for weight in model.weights:
-        if tf.as_dtype(weight.dtype).is_floating:
+        name = weight.path if KERAS_3 else weight.name
+        if tf.as_dtype(weight.dtype).is_floating and "survival_prob" not in name:
             value = rng.normal(size=weight.shape) * 0.3
-            positive = "variance" in (weight.path if KERAS_3 else weight.name)
-            weight.assign(np.abs(value) + 0.5 if positive else value)
+            weight.assign(np.abs(value) + 0.5 if "variance" in name else value)
     return model
 
 
@@ -47,7 +50,11 @@ def every_layer(model):
 
 
 def wrappers(model):
-    return [x for x in every_layer(model).values() if isinstance(x, StochasticDepth)]
+    """The `StochasticDepth` layers of a model, those in nested models too."""
+    found = [x for layer in model.layers if isinstance(layer, keras.Model) for x in wrappers(layer)]
+    found += [x for x in model.layers if isinstance(x, StochasticDepth)]
+    order = [layer.name for layer in every_layer(model).values()]
+    return sorted(found, key=lambda layer: order.index(layer.name))
 
 
 def weights_by_layer(model):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import assert_same_outputs, data, outputs, randomize, wrappers
 
+from helpers import assert_same_outputs, data, outputs, randomize, wrappers
 from tfa_stochastic_depth import (
     constant,
     existing,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from helpers import (
     KERAS_3,
     assert_same_outputs,
@@ -13,7 +14,6 @@ from helpers import (
     weights_by_layer,
     wrappers,
 )
-
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,

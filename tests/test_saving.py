@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfa_stochastic_depth
+from helpers import KERAS_3, data, randomize
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,
@@ -25,21 +26,6 @@ from tfa_stochastic_depth import (
 
 keras = tf.keras
 L = keras.layers
-KERAS_3 = hasattr(keras, "ops")
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype("float32")
-
-
-def randomize(model):
-    rng = np.random.default_rng(0)
-    for weight in model.weights:
-        name = weight.path if KERAS_3 else weight.name
-        if tf.as_dtype(weight.dtype).is_floating and "survival_prob" not in name:
-            value = rng.normal(size=weight.shape) * 0.3
-            weight.assign(np.abs(value) + 0.5 if "variance" in name else value)
-    return model
 
 
 # ------------------------------------------------------------------ what is saved

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from helpers import (
     KERAS_3,
     assert_same_outputs,
@@ -18,7 +19,6 @@ from helpers import (
     weights_by_layer,
     wrappers,
 )
-
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,

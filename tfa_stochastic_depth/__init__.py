@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 from tfa_stochastic_depth.layer import StochasticDepth, get_survival_probs, set_survival_probs
 from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
 from tfa_stochastic_depth.survival import constant, existing, linear_decay
+from tfa_stochastic_depth.transfer import copy_weights
 from tfa_stochastic_depth.wrap import find_residuals, wrap_residuals
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Residuals",
     "StochasticDepth",
     "constant",
+    "copy_weights",
     "existing",
     "find_residuals",
     "get_survival_probs",

@@ -357,17 +357,26 @@ def own_survival_prob(layer):
 
 def layers_in_order(model):
     """A model's layers and all layers inside them, each once, in the order of the model's calls."""
-    graph = functional(model) if isinstance(model, keras.Model) else None
-    if graph is None:
-        children = sublayers(model)
-    else:
-        children = [callee(node) for node in calls(graph)]
     found = {}
-    for child in children:
-        if isinstance(child, keras.layers.Layer):
-            found.setdefault(id(child), child)
-            found.update((id(x), x) for x in layers_in_order(child) if id(x) not in found)
+    for child in children(model):
+        found.setdefault(id(child), child)
+        found.update((id(x), x) for x in layers_in_order(child) if id(x) not in found)
     return list(found.values())
+
+
+def children(layer):
+    """The layers directly inside a layer; in a functional model, in the order of its calls."""
+    if is_functional(layer):
+        called = [callee(node) for node in calls(functional(layer))]
+        called = [child for child in called if isinstance(child, keras.layers.Layer)]
+        return list({id(child): child for child in called}.values())
+    return sublayers(layer)
+
+
+def own_weights(layer):
+    """The weights of a layer that are not those of layers inside it."""
+    inside = {id(w) for child in children(layer) for w in child.weights}
+    return [w for w in weights(layer) if id(w) not in inside]
 
 
 def sublayers(layer):
@@ -390,8 +399,17 @@ def weights(layer):
 
 
 def _sizes(layer):
-    """The shapes of a layer's weights. On Keras 2 a vocabulary is among them, which has none."""
-    return [tuple(getattr(w, "shape", (None,))) for w in weights(layer)]
+    return _shapes(weights(layer))
+
+
+def own_sizes(layer):
+    """The shapes of a layer's own weights."""
+    return _shapes(own_weights(layer))
+
+
+def _shapes(variables):
+    """On Keras 2 a vocabulary is among a layer's weights, which has none."""
+    return [tuple(getattr(v, "shape", (None,))) for v in variables]
 
 
 def count_params(layer):
@@ -651,6 +669,13 @@ def copy_state(layer, twin):
         copy.trainable = flag
     for original, copy in pairs:
         _copy_saved_state(original, copy)
+
+
+def copy_own_state(layer, twin):
+    """Gives a layer the own weights, and the state saved in other ways, of one like it."""
+    for ours, theirs in zip(own_weights(twin), own_weights(layer)):
+        ours.assign(theirs)
+    _copy_saved_state(layer, twin)
 
 
 def _copy_saved_state(layer, twin):

@@ -56,7 +56,8 @@ def read(model, block_layers=(), merge_layers=None):
     block_layers = _check_block_layers(block_layers)
     merge_layers = _check_merge_layers({} if merge_layers is None else merge_layers)
     _keras.check_functional(model)
-    return _Reader(block_layers, merge_layers, _keras.holders(model)).read(model)
+    holders = _keras.holders(model) if block_layers else {}
+    return _Reader(block_layers, merge_layers, holders).read(model)
 
 
 class _Reader:

@@ -1,0 +1,68 @@
+"""Time to analyse chains of 100, 500 and 2,000 residual blocks, and to wrap the paper's 1,202 layers.
+
+    python benchmarks/walker.py
+
+The chains are of one dense layer and one sum per block; medians of three runs. The 1,202 layers are
+those of the deepest CIFAR ResNet of arXiv 1603.09382, 600 blocks of two convolutions with batch
+normalization, here one channel wide: width plays no part in it.
+"""
+
+import statistics
+import time
+
+import tensorflow as tf
+
+from tfa_stochastic_depth import find_residuals, wrap_residuals
+
+L = tf.keras.layers
+
+
+def chain(blocks):
+    x = inputs = tf.keras.Input((2,))
+    for _ in range(blocks):
+        x = L.Add()([x, L.Dense(2)(x)])
+    return tf.keras.Model(inputs, x)
+
+
+def cifar_resnet(depth, width=1):
+    def conv_norm(x, filters, strides=1, size=3):
+        x = L.Conv2D(filters, size, strides, "same", use_bias=False)(x)
+        return L.BatchNormalization()(x)
+
+    inputs = tf.keras.Input((32, 32, 3))
+    x = L.ReLU()(conv_norm(inputs, width))
+    for stage in range(3):
+        for block in range((depth - 2) // 6):
+            filters, strides = width * 2**stage, 2 if stage and not block else 1
+            shortcut = conv_norm(x, filters, strides, 1) if strides == 2 else x
+            y = L.ReLU()(conv_norm(x, filters, strides))
+            x = L.ReLU()(L.Add()([shortcut, conv_norm(y, filters)]))
+    return tf.keras.Model(inputs, L.Dense(10)(L.GlobalAveragePooling2D()(x)))
+
+
+def seconds(function):
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def main():
+    print(f"TensorFlow {tf.__version__}, Keras of {tf.keras.Model.__module__}")
+    print("blocks  seconds to analyse  milliseconds a block")
+    for blocks in (100, 500, 2000):
+        model = chain(blocks)
+        times = []
+        for _ in range(3):
+            taken, found = seconds(lambda: find_residuals(model))  # noqa: B023
+            assert len(found.blocks) == blocks
+            times.append(taken)
+        median = statistics.median(times)
+        print(f"{blocks:6}  {median:18.2f}  {1000 * median / blocks:20.2f}")
+        tf.keras.backend.clear_session()
+    built, model = seconds(lambda: cifar_resnet(1202))
+    wrapped, _ = seconds(lambda: wrap_residuals(model, 0.5))
+    print(f"ResNet-1202: built in {built:.1f} s, its 600 blocks wrapped in {wrapped:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
