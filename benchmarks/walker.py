@@ -1,4 +1,4 @@
-"""Time to analyse chains of 100, 500 and 2,000 residual blocks, and to wrap the paper's 1,202 layers.
+"""Time to analyse chains of 100, 500 and 2,000 blocks, and to wrap the paper's 1,202 layers.
 
     python benchmarks/walker.py
 
@@ -18,6 +18,7 @@ L = tf.keras.layers
 
 
 def chain(blocks):
+    """A row of residual blocks of one dense layer each."""
     x = inputs = tf.keras.Input((2,))
     for _ in range(blocks):
         x = L.Add()([x, L.Dense(2)(x)])
@@ -25,6 +26,8 @@ def chain(blocks):
 
 
 def cifar_resnet(depth, width=1):
+    """The CIFAR ResNet of 6n + 2 layers."""
+
     def conv_norm(x, filters, strides=1, size=3):
         x = L.Conv2D(filters, size, strides, "same", use_bias=False)(x)
         return L.BatchNormalization()(x)
@@ -41,12 +44,14 @@ def cifar_resnet(depth, width=1):
 
 
 def seconds(function):
+    """The seconds that a call took, and what it returned."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
 
 
 def main():
+    """Prints the table."""
     print(f"TensorFlow {tf.__version__}, Keras of {tf.keras.Model.__module__}")
     print("blocks  seconds to analyse  milliseconds a block")
     for blocks in (100, 500, 2000):
