@@ -234,6 +234,18 @@ def test_a_stack_of_stacks():
     assert_same_outputs(wrapped, model, data(3, 4))
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_what_is_opened_computes_in_the_dtype_of_the_layer(policy):
+    x = inputs = keras.Input((4,), name="in")  # float32
+    model = randomize(keras.Model(inputs, Stack(name="stack", dtype=policy)(x)))
+    wrapped = wrap_residuals(model, constant(1), block_layers=Block, rescale="training")
+    assert len(wrappers(wrapped)) == 3
+    x = data(3, 4)
+    ours, theirs = wrapped(x), model(x)
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(tf.cast(ours, "float64"), tf.cast(theirs, "float64"))
+
+
 def test_training_reaches_the_layers_inside():
     class Dropping(Stack):
         def __init__(self, **kwargs):
@@ -280,8 +292,13 @@ class Constant(Row):
 
 class Losing(Row):
     def call(self, x):
-        self.add_loss(tf.zeros(()) if tf.is_tensor(x) else 0.0 * x[0, 0])
+        self.add_loss(keras.ops.mean(x) if KERAS_3 else tf.reduce_mean(x))
         return super().call(x)
+
+
+class Regularized(Row):
+    def __init__(self, **kwargs):
+        super().__init__(activity_regularizer="l2", **kwargs)
 
 
 class Asking(Row):
@@ -298,6 +315,7 @@ REASONS = {
     "two ways": (TwoWays, "its `call` has two ways, one for training."),
     "constants": (Constant, "its `call` computes with tensors that are not its inputs."),
     "losses": (Losing, "its `call` "),
+    "activity": (Regularized, "its `call` adds losses."),
     "values": (Asking, "its `call` does not run on symbolic tensors ("),
 }
 

@@ -708,7 +708,7 @@ def open_layer(layer, node):
 
     def model(**training):
         inputs = [input_like(t, name=f"{layer.name}_input{i}") for i, t in enumerate(tensors)]
-        values = dict(zip(map(id, tensors), inputs))
+        values = {id(t): _cast_like(layer, x) for t, x in zip(tensors, inputs)}
         args, kwargs = map_structure(
             lambda x: values[id(x)] if is_symbolic(x) else x, call_arguments(node)
         )
@@ -741,7 +741,7 @@ def open_layer(layer, node):
     known = {id(w) for w in opened.variables}
     if any(id(w) not in known for w in layer.variables):
         raise ValueError("it has weights or random numbers outside the layers that it calls")
-    if len(layer.losses) != losses:
+    if len(layer.losses) != losses or layer.activity_regularizer is not None:
         raise ValueError("its `call` adds losses")
     for call in calls(opened):
         plain = (bool, int, float, str, type(None), tf.DType)
@@ -749,6 +749,15 @@ def open_layer(layer, node):
             if not (is_symbolic(value) or isinstance(value, plain)):
                 raise ValueError("its `call` computes with tensors that are not its inputs")
     return opened
+
+
+def _cast_like(layer, tensor):
+    """A symbolic tensor in the dtype that a layer casts its inputs to."""
+    dtype = layer.compute_dtype
+    casts = layer.autocast if IS_KERAS_3 else layer._autocast
+    if not (casts and is_floating(tensor)) or tf.as_dtype(tensor.dtype).name == dtype:
+        return tensor
+    return keras.ops.cast(tensor, dtype) if IS_KERAS_3 else tf.cast(tensor, dtype)
 
 
 def _what(node):
