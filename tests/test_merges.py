@@ -202,7 +202,20 @@ def test_merge_layers_of_another_form(function, rules):
     assert text.endswith(f"such as {{ScaledAdd: (1, 0.5)}}. Received: {rules!r}.")
 
 
-@pytest.mark.parametrize("value", [1, (2, 1.0), (1,), (1, "x"), (1, None), (True, 1.0, 2.0)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        (2, 1.0),
+        (1,),
+        (1, "x"),
+        (1, None),
+        (True, 1.0),
+        (1, True),
+        (1, float("nan")),
+        (1, float("inf")),
+    ],
+)
 @pytest.mark.parametrize("called", [False, True])
 def test_a_rule_that_gives_something_else(value, called):
     rule = (lambda layer: value) if called else value

@@ -67,7 +67,7 @@ class Stack(L.Layer):
             layer.build(shape)
         super().build(shape)
 
-    def call(self, x, training=None):
+    def call(self, x, training=False):  # a default that Keras overrides
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -290,6 +290,22 @@ class Constant(Row):
         return super().call(x + tf.constant([[1.0, 2.0, 3.0, 4.0]]))
 
 
+class Pinned(Row):
+    """Its dropout never drops, and a Functional would not keep that in mind."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.drop = L.Dropout(0.5, name="drop")
+
+    def call(self, x):
+        return super().call(self.drop(x, training=False))
+
+
+class Always(Row):
+    def call(self, x, training=True):
+        return super().call(x)
+
+
 class Losing(Row):
     def call(self, x):
         self.add_loss(keras.ops.mean(x) if KERAS_3 else tf.reduce_mean(x))
@@ -311,7 +327,9 @@ class Asking(Row):
 
 
 REASONS = {
-    "weights": (OwnWeight, "it has weights or random numbers outside the layers that it calls."),
+    "weights": (OwnWeight, "it has weights or random numbers outside the layers that it calls ("),
+    "pinned": (Pinned, "its `call` tells 'drop' whether it is in training."),
+    "always": (Always, "its `call` takes itself to be in training unless it is told."),
     "two ways": (TwoWays, "its `call` has two ways, one for training."),
     "constants": (Constant, "its `call` computes with tensors that are not its inputs."),
     "losses": (Losing, "its `call` "),
@@ -330,6 +348,47 @@ def test_a_layer_that_cannot_be_opened_says_why(cls, reason):
     assert refusal.reason.startswith(f"the blocks inside cannot be reached: {reason}")
     with pytest.raises(ValueError, match="the blocks inside cannot be reached"):
         wrap_residuals(model, block_layers=Block)
+
+
+def test_a_layer_that_is_always_called_in_training_stays_closed():
+    x = keras.Input((4,))
+    model = keras.Model(x, Stack(name="stack")(x, training=True))
+    assert [r.reason for r in find_residuals(model, block_layers=Block).refusals] == [
+        "the blocks inside cannot be reached: it is called with a `training` of its own."
+    ]
+
+
+def test_wrapped_before():
+    wrapped = wrap_residuals(model_of(Stack(name="stack")), block_layers=Block)
+    found = find_residuals(wrapped, block_layers=Block)
+    assert found.blocks == found.refusals == ()
+    with pytest.raises(ValueError, match="It already holds StochasticDepth layers"):
+        wrap_residuals(wrapped, block_layers=Block)
+
+
+@register
+class NeedsItsMask(L.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(4, name="dense")
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x, mask=None):
+        return x + self.dense(x) * tf.cast(mask, x.dtype)[..., None]
+
+
+def test_a_block_that_needs_its_mask():
+    ids = keras.Input((5,), dtype="int32")
+    x = NeedsItsMask()(L.Embedding(9, 4, mask_zero=True)(ids))
+    model = randomize(keras.Model(ids, x))
+    wrapped = wrap_residuals(model, constant(1), block_layers=NeedsItsMask, rescale="training")
+    x = np.array([[1, 2, 3, 0, 0]])
+    for training in (False, True):
+        assert_same_outputs(wrapped, model, x, training=training)
 
 
 def test_a_layer_that_is_called_twice_stays_closed():

@@ -7,6 +7,7 @@ Each private attribute used here is pinned by a test in `tests/test_keras_assump
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -654,6 +655,14 @@ def copy_state(layer, twin):
     """
     if not isinstance(layer, keras.layers.Layer):
         return
+    pairs = list(zip(with_sublayers(layer), with_sublayers(twin)))
+    flags = [(copy, bool(original.trainable)) for original, copy in pairs]
+    for copy, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
+        copy.trainable = flag
+    for original, copy in pairs:  # Keras 2 leaves it out of the config
+        if copy.activity_regularizer is None:
+            copy.activity_regularizer = original.activity_regularizer
+    # After that: the order of a layer's weights depends on which of those inside it are frozen.
     if _sizes(layer) != _sizes(twin):
         raise ValueError(
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied: made "
@@ -663,10 +672,6 @@ def copy_state(layer, twin):
         )
     if layer.weights:
         twin.set_weights(layer.get_weights())
-    pairs = list(zip(with_sublayers(layer), with_sublayers(twin)))
-    flags = [(copy, bool(original.trainable)) for original, copy in pairs]
-    for copy, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
-        copy.trainable = flag
     for original, copy in pairs:
         _copy_saved_state(original, copy)
 
@@ -705,6 +710,13 @@ def open_layer(layer, node):
         ValueError: If no such model would do the same. It says why.
     """
     tensors = list({id(t): t for t in tensors_in(node)}.values())
+    by_training = inspect.signature(layer.call).parameters.get("training")
+    if by_training is not None and by_training.default is True:
+        raise ValueError("its `call` takes itself to be in training unless it is told")
+    args, kwargs = call_arguments(node)
+    given = inspect.signature(layer.call).bind_partial(*args, **kwargs).arguments
+    if given.get("training") not in ((None, False) if IS_KERAS_3 else (None,)):
+        raise ValueError("it is called with a `training` of its own")
 
     def model(**training):
         inputs = [input_like(t, name=f"{layer.name}_input{i}") for i, t in enumerate(tensors)]
@@ -714,17 +726,20 @@ def open_layer(layer, node):
         )
         left_to_keras = ("training", "mask")
         kwargs = {k: v for k, v in kwargs.items() if k not in left_to_keras or is_symbolic(v)}
+        if by_training is not None:
+            training.setdefault("training", None)
         outputs = layer.call(*args, **kwargs, **training)
         return keras.Model(inputs, outputs, name=layer.name)
 
-    losses = len(layer.losses)
+    losses = _loss_records(layer)
     records = [
         (record, len(record))
         for part in with_sublayers(layer)
         for record in (part._inbound_nodes, part._outbound_nodes)
     ]
     try:
-        opened = model()
+        with _calls_told_to_train() as told:
+            opened = model()
         ways = [opened]
         if accepts(layer, "training"):
             ways += [model(training=True), model(training=False)]
@@ -739,9 +754,15 @@ def open_layer(layer, node):
     if len({tuple(map(_what, calls(way))) for way in ways}) > 1:
         raise ValueError("its `call` has two ways, one for training")
     known = {id(w) for w in opened.variables}
-    if any(id(w) not in known for w in layer.variables):
-        raise ValueError("it has weights or random numbers outside the layers that it calls")
-    if len(layer.losses) != losses or layer.activity_regularizer is not None:
+    unused = [w for w in layer.variables if id(w) not in known]
+    if unused:
+        names = ", ".join(sorted(repr(w.path if IS_KERAS_3 else w.name) for w in unused)[:3])
+        raise ValueError(
+            f"it has weights or random numbers outside the layers that it calls ({names})"
+        )
+    if told:
+        raise ValueError(f"its `call` tells {told[0]!r} whether it is in training")
+    if _loss_records(layer) != losses or layer.activity_regularizer is not None:
         raise ValueError("its `call` adds losses")
     for call in calls(opened):
         plain = (bool, int, float, str, type(None), tf.DType)
@@ -749,6 +770,37 @@ def open_layer(layer, node):
             if not (is_symbolic(value) or isinstance(value, plain)):
                 raise ValueError("its `call` computes with tensors that are not its inputs")
     return opened
+
+
+def _loss_records(layer):
+    """Which losses were recorded in a layer and those inside, to be compared."""
+    kinds = ("_losses",) if IS_KERAS_3 else ("_losses", "_eager_losses", "_callable_losses")
+    parts = with_sublayers(layer)
+    return [[id(x) for x in getattr(part, kind)] for part in parts for kind in kinds]
+
+
+@contextlib.contextmanager
+def _calls_told_to_train():
+    """Collects the names of the layers that are called with a `training` that is not `None`."""
+    told = []
+    base = keras.layers.Layer
+    own = base.__call__
+
+    @functools.wraps(own)
+    def call(self, *args, **kwargs):
+        # Layers deeper inside are called with tensors of a scratch graph.
+        if any(map(is_symbolic, flatten((args, kwargs)))):
+            with contextlib.suppress(TypeError):  # to be raised by the call itself
+                given = inspect.signature(self.call).bind_partial(*args, **kwargs).arguments
+                if given.get("training") is not None:
+                    told.append(self.name)
+        return own(self, *args, **kwargs)
+
+    base.__call__ = call
+    try:
+        yield told
+    finally:
+        base.__call__ = own
 
 
 def _cast_like(layer, tensor):
@@ -884,7 +936,10 @@ def build(layer, args, kwargs):
 
 
 def build_from_shape(layer, shape):
-    """Makes the variables of a layer that takes one tensor, of the given shape."""
+    """Makes the variables of a layer that takes one tensor, of the given shape.
+
+    One that needs more than that is left to its first call.
+    """
     shape = tuple(shape) if isinstance(shape, (tuple, list, tf.TensorShape)) else None
     one_shape = shape is not None and all(d is None or isinstance(d, int) for d in shape)
     required = [
@@ -893,7 +948,8 @@ def build_from_shape(layer, shape):
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if one_shape and len(required) == 1:
-        build(layer, (tf.TensorSpec(shape, layer.compute_dtype),), {})
+        with contextlib.suppress(Exception):
+            build(layer, (tf.TensorSpec(shape, layer.compute_dtype),), {})
 
 
 def trace(layer, args, kwargs):

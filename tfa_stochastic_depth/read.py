@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 
 from tfa_stochastic_depth import _keras
@@ -136,6 +137,8 @@ class _Reader:
         )
 
     def _holds_blocks(self, layer):
+        if isinstance(layer, _keras.Wrapper):  # of this package: wrapped before
+            return False
         return any(isinstance(part, self.block_layers) for part in _keras.with_sublayers(layer))
 
     def _open(self, layer, number, node):
@@ -182,6 +185,8 @@ def _merge_rule(cls, rule):
             and len(value) == 2
             and value[0] in (0, 1)
             and isinstance(value[1], numbers.Real)
+            and not any(isinstance(x, bool) for x in value)
+            and math.isfinite(value[1])
         ):
             return int(value[0]), float(value[1])
         raise TypeError(

@@ -13,10 +13,11 @@ keras = _keras.keras
 def copy_weights(source, target):
     """Gives a model the weights of another, of which one is the wrapped version of the other.
 
-    Layers are matched by their names, so it works between a model and what `wrap_residuals` made
-    of it, in both directions, and also if one of them was saved and loaded. The survival
-    probabilities and the seeds of `StochasticDepth` layers are left alone, and the branches are
-    not scaled: with `rescale="training"` the plain model gives the same predictions as the wrapped.
+    What a functional model calls is matched by name, so it works between a model and what
+    `wrap_residuals` made of it, in both directions, and also if one of them was saved and loaded.
+    The survival probabilities and the seeds of `StochasticDepth` layers are left alone, and the
+    branches are not scaled: with `rescale="training"` the plain model gives the same predictions
+    as the wrapped one.
 
     Args:
         source: The model whose weights are read.
@@ -44,22 +45,57 @@ def copy_weights(source, target):
                 f"`{argument}` must be a keras.Model. Received: {model!r} "
                 f"(of type {type(model).__name__})."
             )
-    sources, targets = _weighted(source), _weighted(target)
-    _check_same("only in `source`", sources, targets)
-    _check_same("only in `target`", targets, sources)
-    for key, layer in sources.items():
-        ours, theirs = (_keras.own_sizes(x) for x in (targets[key], layer))
+    pairs = list(_pairs(source, target, ()))
+    for layer, twin, path in pairs:
+        ours, theirs = _keras.own_sizes(twin), _keras.own_sizes(layer)
         if ours != theirs:
             raise ValueError(
-                f"The weights of the layer {_words(key)} have other shapes in `target`, {ours}, "
+                f"The weights of the layer {_words(path)} have other shapes in `target`, {ours}, "
                 f"than in `source`, {theirs}. Nothing was copied."
             )
-    for key, layer in sources.items():
-        _keras.copy_own_state(layer, targets[key])
+    for layer, twin, _ in pairs:
+        _keras.copy_own_state(layer, twin)
 
 
-def _check_same(where, layers, others):
-    missing = [_words(key) for key in layers if key not in others]
+def _pairs(source, target, path):
+    """Yields the layers inside two that belong together, with the names that lead to them.
+
+    What is called in a functional model goes by its name. What is inside of other layers goes by
+    its place: its names may be made up anew in each copy.
+    """
+    ours, theirs = _inside(target), _inside(source)
+    if _keras.is_functional(source) or _keras.is_functional(target):
+        ours, theirs = _by_name(ours), _by_name(theirs)
+    else:
+        ours, theirs = dict(enumerate(ours)), dict(enumerate(theirs))
+    _check_same("only in `source`", path, theirs, ours)
+    _check_same("only in `target`", path, ours, theirs)
+    for key, layer in theirs.items():
+        own = (*path, layer.name)
+        yield layer, ours[key], own
+        yield from _pairs(layer, ours[key], own)
+
+
+def _inside(layer):
+    """The layers with weights inside a layer; wrappers and their branches are looked through."""
+    found = {}
+    for child in _keras.children(layer):
+        ours = isinstance(child, StochasticDepth) or _is_branch(child, layer)
+        if _keras.weights(child):
+            found.update((id(x), x) for x in (_inside(child) if ours else [child]))
+    return list(found.values())
+
+
+def _by_name(layers):
+    count, found = collections.Counter(), {}
+    for layer in layers:
+        found[layer.name, count[layer.name]] = layer
+        count[layer.name] += 1
+    return found
+
+
+def _check_same(where, path, layers, others):
+    missing = [_words((*path, layer.name)) for key, layer in layers.items() if key not in others]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ValueError(
@@ -69,29 +105,6 @@ def _check_same(where, layers, others):
         )
 
 
-def _weighted(model):
-    """Where a layer is, by names -> the layer, for all layers with weights of their own.
-
-    Wrappers and the branches that `wrap_residuals` made are left out of the names.
-    """
-    found, seen, count = {}, set(), collections.Counter()
-
-    def visit(layer, path):
-        for child in _keras.children(layer):
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            ours = isinstance(child, StochasticDepth) or _is_branch(child, layer)
-            own = path if ours else (*path, child.name)
-            if _keras.own_weights(child) and not isinstance(child, StochasticDepth):
-                found[own, count[own]] = child
-                count[own] += 1
-            visit(child, own)
-
-    visit(model, ())
-    return found
-
-
 def _is_branch(layer, holder):
     """Whether a layer is the model that holds the branch of a block."""
     if not isinstance(holder, StochasticDepth) or not isinstance(layer, keras.Model):
@@ -99,5 +112,5 @@ def _is_branch(layer, holder):
     return layer is holder.layer and layer.name == f"{holder.name}_branch"
 
 
-def _words(key):
-    return repr("/".join(key[0]))
+def _words(path):
+    return repr("/".join(path))
