@@ -432,17 +432,22 @@ def _region(graph, merge, start, branch):
             raise _Refused(
                 f"the branch cannot be skipped: {_escape(graph, i, on_path, closed | {merge})}."
             )
-    return frozenset(on_path) | _private(graph, closed - set(on_path))
+    return frozenset(on_path) | _private(graph, set(on_path), closed - set(on_path))
 
 
-def _private(graph, aside):
-    """Of the calls beside the path, those that no sum depends on.
+def _private(graph, on_path, aside):
+    """Of the calls beside the path, those that belong to the branch.
 
-    They feed the branch alone (a projection of a time embedding, say). What leads to a sum is a
-    tower of its own, maybe with blocks of its own: it stays outside, and its output is an input.
+    They take something from the path (by integers, which paths are not followed over), or feed
+    the branch alone (a projection of a time embedding, say). What else leads to a sum is a tower
+    of its own, maybe with blocks of its own: it stays outside, and its output is an input.
     """
+    bound = set()
+    for i in sorted(aside):
+        if any(graph.producer.get(t) in on_path | bound for t in graph.calls[i].inputs):
+            bound.add(i)
     outside = set()
-    for i in sorted(aside, reverse=True):
+    for i in sorted(aside - bound, reverse=True):
         call = graph.calls[i]
         followers = {u for t in call.outputs for u in graph.users.get(t, ())}
         if call.addends or call.whole_block or call.graph is not None or followers & outside:
