@@ -558,6 +558,7 @@ def test_the_table_of_a_real_model():
         "-  -----  --------  ------------  ------  ------  -------------\n"
         "1  sum    identity  conv .. relu  2       148     0.25\n"
         "expected depth: 0.25 of 1 block (25.0%)\n"
+        "expected share of the branches' multiply-adds: 25.0%\n"
         "not wrapped:\n"
         "  twice: adds a tensor to itself."
     )
