@@ -437,7 +437,7 @@ def count_macs(node):
             kernels += sum(
                 math.prod(size)
                 for weight, size in zip(part.weights, _sizes(part))
-                if len(size) >= 2 and "bias" not in weight.name.split("/")[-1]
+                if len(size) >= 2 and None not in size and "bias" not in weight.name.split("/")[-1]
             )
     if not kernels:
         return 0
@@ -659,8 +659,9 @@ def copy_state(layer, twin):
     flags = [(copy, bool(original.trainable)) for original, copy in pairs]
     for copy, flag in flags:  # from the outside in: setting an outer flag sets the inner ones
         copy.trainable = flag
-    for original, copy in pairs:  # Keras 2 leaves it out of the config
-        if copy.activity_regularizer is None:
+    # Keras 2 leaves it out of the config. From the inside out: a wrapper has that of its layer.
+    for original, copy in reversed(pairs):
+        if original.activity_regularizer is not None and copy.activity_regularizer is None:
             copy.activity_regularizer = original.activity_regularizer
     # After that: the order of a layer's weights depends on which of those inside it are frozen.
     if _sizes(layer) != _sizes(twin):
