@@ -209,43 +209,33 @@ def tensors_out(node):
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What a call that is a sum adds.
+    """What a call adds.
 
     Attributes:
-        addends: The symbolic tensors that it adds up.
+        addends: The symbolic tensors that it adds up; () if it is no sum or adds a constant.
         branch: Which of two is the residual branch, 0 or 1, if the layer's class says so.
         factor: What it multiplies the branch with.
         survival_prob: The probability with which it keeps the branch, if it drops it at random.
     """
 
-    addends: tuple
+    addends: tuple = ()
     branch: int | None = None
     factor: float = 1.0
     survival_prob: float | None = None
 
 
-def _scaled_sum(layer):
-    """`CustomScaleLayer` of InceptionResNetV2: `x[0] + scale * x[1]`."""
-    return {"branch": 1, "factor": float(layer.scale)}
-
-
-def _dropping_sum(layer):
-    """`StochasticDepth` of tensorflow-addons and KerasCV: `x[0] + b * x[1]`."""
-    keep = getattr(layer, "survival_probability", None)
-    return {"branch": 1, "survival_prob": 1.0 - layer.rate if keep is None else float(keep)}
-
-
-# Layers that are sums by another name, known by their class's name (their packages need not be
-# installed) and an attribute.
+# Layers that add `x[0]` and their branch `x[1]` under another name: those of InceptionResNetV2,
+# tensorflow-addons and KerasCV. They are known by their class's name (their packages need not be
+# installed) and a number that they hold, which says the rest.
 _SUM_LAYERS = {
-    ("CustomScaleLayer", "scale"): _scaled_sum,
-    ("StochasticDepth", "survival_probability"): _dropping_sum,
-    ("StochasticDepth", "rate"): _dropping_sum,
+    ("CustomScaleLayer", "scale"): lambda scale: {"factor": float(scale)},
+    ("StochasticDepth", "survival_probability"): lambda p: {"survival_prob": float(p)},
+    ("StochasticDepth", "rate"): lambda rate: {"survival_prob": 1.0 - rate},
 }
 
 
 def as_sum(node, merge_layers):
-    """The `Sum` that a call is, or `None` if it is no sum or adds a constant.
+    """The `Sum` that a call is.
 
     Args:
         node: Keras's record of the call.
@@ -261,17 +251,21 @@ def as_sum(node, merge_layers):
         for (name, attribute), rule in _SUM_LAYERS.items():
             number = getattr(layer, attribute, None)
             if type(layer).__name__ == name and isinstance(number, (int, float)):
-                return _sum_of_two(node, **rule(layer))
-    addends = _addends(node)
-    return Sum(addends) if addends else None
+                return _sum_of_two(node, branch=1, **rule(number))
+    return Sum(_addends(node))
 
 
 def _sum_of_two(node, **fields):
-    """A `Sum` of the two tensors that a layer is called with, or `None` if they are not two."""
-    args, kwargs = call_arguments(node)
-    operands = flatten(args[0]) if args else flatten(kwargs)
+    """A `Sum` of the two tensors that a layer is called with; an empty one if they are not two."""
+    operands = _listed(node)
     whole = len(operands) == 2 and all(map(is_symbolic, operands))
-    return Sum(tuple(operands), **fields) if whole else None
+    return Sum(tuple(operands), **fields) if whole else Sum()
+
+
+def _listed(node):
+    """What a layer that takes one list is called with."""
+    args, kwargs = call_arguments(node)
+    return flatten(args[0]) if args else flatten(kwargs)
 
 
 def _addends(node):
@@ -283,7 +277,7 @@ def _addends(node):
         plain = keras.layers.Add
         if own.call is not plain.call or own._merge_function is not plain._merge_function:
             return ()
-        operands = flatten(args[0]) if args else flatten(kwargs)
+        operands = _listed(node)
     elif _operation(op) in ("Add", "__operators__.add", "math.add"):
         operands = [*args, *(kwargs[k] for k in ("x", "x1", "y", "x2") if k in kwargs)]
     elif _operation(op) in ("math.add_n", "math.accumulate_n"):
@@ -399,23 +393,14 @@ def weights(layer):
     return layer.weights if isinstance(layer, keras.layers.Layer) else []
 
 
-def _sizes(layer):
-    return _shapes(weights(layer))
-
-
-def own_sizes(layer):
-    """The shapes of a layer's own weights."""
-    return _shapes(own_weights(layer))
-
-
-def _shapes(variables):
-    """On Keras 2 a vocabulary is among a layer's weights, which has none."""
+def shapes(variables):
+    """The shapes of weights. On Keras 2 a vocabulary is among them, which has none."""
     return [tuple(getattr(v, "shape", (None,))) for v in variables]
 
 
 def count_params(layer):
     """How many numbers a layer's weights hold; what has no known shape is not counted."""
-    return sum(math.prod(size) for size in _sizes(layer) if None not in size)
+    return sum(math.prod(size) for size in shapes(weights(layer)) if None not in size)
 
 
 _BY_INPUT = r"\w*Transpose|\w*RNN\w*|LSTM|GRU|Bidirectional"
@@ -436,7 +421,7 @@ def count_macs(node):
         if not sublayers(part) and not is_embedding(part):
             kernels += sum(
                 math.prod(size)
-                for weight, size in zip(part.weights, _sizes(part))
+                for weight, size in zip(part.weights, shapes(part.weights))
                 if len(size) >= 2 and None not in size and "bias" not in weight.name.split("/")[-1]
             )
     if not kernels:
@@ -627,23 +612,21 @@ def _copy_lambda(layer):
     )
 
 
-def holders(model):
-    """Id of a layer -> how many of the layers called in a model, and in nested ones, hold it."""
-    held = collections.Counter()
-    seen = {id(model)}
+def called_layers(model):
+    """The layers that a functional model and those nested in it call, each once."""
+    found = {}
+    for child in children(model):
+        inside = called_layers(child) if is_functional(child) else [child]
+        found.update((id(layer), layer) for layer in inside)
+    return list(found.values())
 
-    def visit(graph):
-        for node in calls(graph):
-            layer = callee(node)
-            if id(layer) in seen or not isinstance(layer, keras.layers.Layer):
-                continue
-            seen.add(id(layer))
-            if is_functional(layer):
-                visit(functional(layer))
-            else:
-                held.update(id(part) for part in with_sublayers(layer))
 
-    visit(functional(model))
+def holders(layers):
+    """Id of a layer -> those of `layers` that it is, or is inside of."""
+    held = collections.defaultdict(list)
+    for layer in layers:
+        for part in with_sublayers(layer):
+            held[id(part)].append(layer)
     return held
 
 
@@ -664,7 +647,7 @@ def copy_state(layer, twin):
         if original.activity_regularizer is not None and copy.activity_regularizer is None:
             copy.activity_regularizer = original.activity_regularizer
     # After that: the order of a layer's weights depends on which of those inside it are frozen.
-    if _sizes(layer) != _sizes(twin):
+    if shapes(layer.weights) != shapes(twin.weights):
         raise ValueError(
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied: made "
             f"anew from its configuration it has {len(twin.weights)} weights, and the original "
@@ -742,7 +725,7 @@ def open_layer(layer, node):
         with _calls_told_to_train() as told:
             opened = model()
         ways = [opened]
-        if accepts(layer, "training"):
+        if by_training is not None:
             ways += [model(training=True), model(training=False)]
     except Exception as error:  # whatever a foreign `call` may raise on symbolic tensors
         raise ValueError(
@@ -973,8 +956,7 @@ def trace(layer, args, kwargs):
             set_mask(values[spot], mask)
         a, k = tf.nest.pack_sequence_as((args, kwargs), values)
         outputs, _ = collect_losses(layer, lambda: layer(*a, training=False, **k))
-        masks = {i: mask_of(y) for i, y in enumerate(tf.nest.flatten(outputs))}
-        return outputs, {i: mask for i, mask in masks.items() if mask is not None}
+        return outputs, masks_of(outputs)
 
     function = tf.function(unconverted(run)).get_concrete_function(
         [_spec(leaves[i]) for i in spots], [_spec(mask_of(leaves[i])) for i in masked]
@@ -1047,6 +1029,12 @@ def add_losses(layer, losses):
 
 def mask_of(tensor):
     return getattr(tensor, "_keras_mask", None)
+
+
+def masks_of(tensors):
+    """Place -> mask, for those of a structure of tensors that have one."""
+    masks = {i: mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
+    return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 def sum_mask(tensors, masks):

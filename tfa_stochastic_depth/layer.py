@@ -100,7 +100,7 @@ class _Arguments:
         it sees none.
         """
         if self.mask is None:
-            return _masks(self.stand_in)
+            return _keras.masks_of(self.stand_in)
         return {i: mask for i, mask in enumerate(_keras.flatten(self.mask)) if mask is not None}
 
 
@@ -181,12 +181,6 @@ def _of_this_graph(x):
     y = tf.identity(x)
     _keras.set_mask(y, _keras.mask_of(x))
     return y
-
-
-def _masks(tensors):
-    """Place -> mask, for those of a structure of tensors that have one."""
-    masks = {i: _keras.mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
-    return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 def _set_masks(tensors, masks):
@@ -432,7 +426,7 @@ class StochasticDepth(_keras.Wrapper):
         Returns (outputs, masks).
         """
         f = self.layer(*arguments.args, training=training, **arguments.kwargs)
-        masks = _masks(f)
+        masks = _keras.masks_of(f)
         f = self._cast(f)
         if arguments.shortcut is not None:
             self.check_sum(arguments.shortcut, f)
@@ -450,7 +444,7 @@ class StochasticDepth(_keras.Wrapper):
         """
         if kept is None:
             f = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
-            like = _masks(f)
+            like = _keras.masks_of(f)
         else:
             f, like = kept
         masks = arguments.masks()
@@ -487,7 +481,7 @@ class StochasticDepth(_keras.Wrapper):
         outputs, masks = arguments.inputs, arguments.masks()
         if isinstance(self.skip, keras.layers.Layer):
             outputs = self.skip(outputs, training=training)
-            masks = _masks(outputs)
+            masks = _keras.masks_of(outputs)
         outputs = self._cast(outputs, "what `skip` gives")
         self._check_shapes("what `skip` gives", outputs, like)
         return outputs, masks

@@ -31,12 +31,6 @@ class Reading:
     nested: dict[int, Reading]
     opened: bool = False
 
-    def walk(self):
-        """Yields this reading and the nested ones, outer ones first."""
-        yield self
-        for nested in self.nested.values():
-            yield from nested.walk()
-
 
 def read(model, block_layers=(), merge_layers=None):
     """Reads a functional or Sequential model and the ones nested in it.
@@ -57,7 +51,7 @@ def read(model, block_layers=(), merge_layers=None):
     block_layers = _check_block_layers(block_layers)
     merge_layers = _check_merge_layers({} if merge_layers is None else merge_layers)
     _keras.check_functional(model)
-    holders = _keras.holders(model) if block_layers else {}
+    holders = _keras.holders(_keras.called_layers(model)) if block_layers else {}
     return _Reader(block_layers, merge_layers, holders).read(model)
 
 
@@ -115,16 +109,16 @@ class _Reader:
                 closed = f"the blocks inside cannot be reached: {error}."
         graph = nested[number].graph if number in nested else None
         made = _keras.as_sum(node, self.merge_layers)
-        drop = _keras.own_survival_prob(layer) if made is None else made.survival_prob
+        drop = made.survival_prob if made.addends else _keras.own_survival_prob(layer)
         return Call(
             name=layer.name,
             kind=type(layer).__name__,
             layer=number,
             inputs=tuple(place[id(t)] for t in _keras.tensors_in(node)),
             outputs=tuple(place[id(t)] for t in _keras.tensors_out(node)),
-            addends=() if made is None else tuple(place[id(t)] for t in made.addends),
-            branch=None if made is None else made.branch,
-            factor=1.0 if made is None else made.factor,
+            addends=tuple(place[id(t)] for t in made.addends),
+            branch=made.branch,
+            factor=made.factor,
             weighted=_keras.count_weighted(layer),
             params=_keras.count_params(layer),
             macs=_keras.count_macs(node) if graph is None else graph.macs,
@@ -150,7 +144,7 @@ class _Reader:
         if number in self.readings:
             raise ValueError("it is called more than once")
         for part in _keras.with_sublayers(layer):
-            if _keras.weights(part) and self.holders[id(part)] > 1:
+            if _keras.weights(part) and len(self.holders[id(part)]) > 1:
                 raise ValueError(f"it shares the layer {part.name!r} with another")
         self.readings[number] = self._read(_keras.open_layer(layer, node), number, opened=True)
         return self.readings[number]

@@ -178,8 +178,10 @@ class Residuals:
         if share is not None:
             lines.append(f"expected share of the branches' multiply-adds: {share:.1%}")
         elif any(block.macs is None for block in self.blocks):
-            lines.append("expected share of the branches' multiply-adds: unknown, for sizes that")
-            lines[-1] += " are not fixed"
+            lines.append(
+                "expected share of the branches' multiply-adds: unknown, for sizes that are not "
+                "fixed"
+            )
         return lines
 
     def _table(self):

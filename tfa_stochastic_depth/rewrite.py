@@ -41,7 +41,7 @@ def rewrite(reading, residuals, options, replace_existing=True, share_layers=Fal
     rewriter = _Rewriter(reading, wrapped, options, replace_existing, share_layers)
     model = rewriter.model(reading)
     if not share_layers:
-        rewriter.copy_state(reading)
+        rewriter.copy_state()
     return model
 
 
@@ -90,29 +90,29 @@ class _Rewriter:
             self._models[key] = reading.model, _keras.rebuild(reading.model, inputs, outputs)
         return self._models[key][1]
 
-    def copy_state(self, reading):
+    def copy_state(self):
         """Gives copies the weights and trainable flags of their originals, from the outside in.
 
         Raises:
             ValueError: If two originals share a layer with weights, which their copies would not.
         """
         self._check_tied()
-        for original in reading.walk():
-            for model, twin in self._models.values():
-                if model is original.model:
-                    twin.trainable = model.trainable
+        for model, twin in reversed(self._models.values()):  # inner ones were made first
+            twin.trainable = model.trainable
         for original, twin in self._twins.values():
             _keras.copy_state(original, twin)
 
     def _check_tied(self):
-        holder = {}
-        for original in {id(layer): layer for layer, _ in self._twins.values()}.values():
+        originals = {id(layer): layer for layer, _ in self._twins.values()}.values()
+        originals = [layer for layer in originals if _keras.weights(layer)]
+        holders = _keras.holders(originals)
+        for original in originals:
             for part in _keras.with_sublayers(original):
-                other = holder.setdefault(id(part), original)
-                if other is not original and _keras.weights(part):
+                other, *more = holders[id(part)]
+                if more and _keras.weights(part):
                     raise ValueError(
                         f"The layer {part.name!r} is used by both {other.name!r} and "
-                        f"{original.name!r}. Copies of them would not share it any more: pass "
+                        f"{more[0].name!r}. Copies of them would not share it any more: pass "
                         "`share_layers=True`, so that the result uses the model's own layers."
                     )
 

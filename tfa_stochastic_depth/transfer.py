@@ -47,7 +47,7 @@ def copy_weights(source, target):
             )
     pairs = list(_pairs(source, target, ()))
     for layer, twin, path in pairs:
-        ours, theirs = _keras.own_sizes(twin), _keras.own_sizes(layer)
+        ours, theirs = (_keras.shapes(_keras.own_weights(x)) for x in (twin, layer))
         if ours != theirs:
             raise ValueError(
                 f"The weights of the layer {_words(path)} have other shapes in `target`, {ours}, "
