@@ -82,3 +82,10 @@ def node_counts(model):
         if isinstance(op, keras.Model):
             counts.update(node_counts(op))
     return counts
+
+
+def operations_in(function):
+    """The types of all operations of a traced function, also of the functions it calls."""
+    graph = function.graph.as_graph_def()
+    called = (node for inner in graph.library.function for node in inner.node_def)
+    return {node.op for node in [*graph.node, *called]}

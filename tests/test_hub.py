@@ -46,8 +46,8 @@ def resnet(kind, pre_activation=False, filters=(64, 64), repeats=(2, 2), strides
     )
 
 
-def gpt2():
-    return hub.GPT2Backbone(
+def language_model(backbone):
+    return backbone(
         vocabulary_size=20,
         num_layers=3,
         num_heads=2,
@@ -55,17 +55,14 @@ def gpt2():
         intermediate_dim=16,
         max_sequence_length=16,
     )
+
+
+def gpt2():
+    return language_model(hub.GPT2Backbone)
 
 
 def bert():
-    return hub.BertBackbone(
-        vocabulary_size=20,
-        num_layers=3,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        max_sequence_length=16,
-    )
+    return language_model(hub.BertBackbone)
 
 
 def vit():

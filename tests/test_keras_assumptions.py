@@ -6,6 +6,7 @@ that fails says what breaks.
 
 import inspect
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_losses_of_tensors_have_negative_depths_or_do_not_exist():
     model, *_ = functional()
     assert min(model._nodes_by_depth) == 0
     if KERAS_3:
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError):  # what Keras says: it has no such losses
             model.add_loss(0.0)
     else:
         model.add_loss(tf.reduce_mean(model.output))
@@ -326,6 +327,47 @@ def test_the_losses_of_a_call_are_in_a_list_of_the_layer():
     recorded = layer._losses if KERAS_3 else layer._eager_losses
     assert [float(loss) for loss in recorded] == [6.0]
     assert [float(loss) for loss in layer.losses] == [6.0]
+
+
+def test_records_of_calls_can_be_taken_back():
+    """Else `open_layer` leaves its traces in the layers that it called."""
+    x = keras.Input((4,))
+    dense, relu = L.Dense(4), L.ReLU()
+    y = relu(dense(x))
+    first = [*dense._inbound_nodes], [*dense._outbound_nodes]
+    assert list(map(len, first)) == [1, 1]
+    again = keras.Model(x, relu(dense(x)))
+    assert len(dense._inbound_nodes) == len(dense._outbound_nodes) == 2
+    del dense._inbound_nodes[1:], dense._outbound_nodes[1:]
+    assert ([*dense._inbound_nodes], [*dense._outbound_nodes]) == first
+    value = np.ones((2, 4), "float32")
+    np.testing.assert_array_equal(again(value), keras.Model(x, y)(value))
+
+
+def test_losses_that_open_layer_looks_for_have_lists():
+    kinds = ["_losses"] if KERAS_3 else ["_losses", "_eager_losses", "_callable_losses"]
+    assert all(getattr(L.Dense(1), kind) == [] for kind in kinds)
+
+
+def test_a_layer_says_whether_it_casts_its_inputs():
+    """Else `open_layer` does not know whether to cast in its place."""
+    casts = "autocast" if KERAS_3 else "_autocast"
+    assert getattr(L.Dense(1), casts) is True
+    assert getattr(L.Dense(1, autocast=False), casts) is False
+
+
+def test_loading_can_be_told_not_to_run_code():
+    """Else `load_safely` cannot keep Keras 2 from it; Keras 3 is told by default."""
+    layer = L.Lambda(lambda x: x)
+    config = layer.get_config()
+    if KERAS_3:
+        with pytest.raises(ValueError, match="lambda"):
+            L.Lambda.from_config(config)
+        return
+    home = sys.modules[L.Lambda.__module__]
+    with home.serialization_lib.SafeModeScope(True):
+        with pytest.raises(ValueError, match="lambda"):
+            L.Lambda.from_config(config)
 
 
 def test_losses_taken_out_of_the_list_are_gone():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers import operations_in
 from tfa_stochastic_depth import StochasticDepth, get_survival_probs, set_survival_probs
 
 keras = tf.keras
@@ -42,13 +43,6 @@ def value(tensors):
 
 def mask_of(tensor):
     return getattr(tensor, "_keras_mask", None)
-
-
-def graph_operations(function):
-    """The types of all operations of a traced function, also of the functions it calls."""
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    return {node.op for node in nodes}
 
 
 # ------------------------------------------------------------------ the formula
@@ -854,7 +848,7 @@ def test_the_inference_graph_has_no_if_and_no_randomness(
     def run(x):
         return [layer(x, training=t, **kwargs) for t in (False, None, tf.constant(False))]
 
-    operations = graph_operations(run.get_concrete_function())
+    operations = operations_in(run.get_concrete_function())
     assert "MatMul" in operations
     assert not [op for op in operations if any(s in op for s in UNWANTED)], operations
 
@@ -862,7 +856,7 @@ def test_the_inference_graph_has_no_if_and_no_randomness(
 def test_a_training_graph_has_them():
     layer = StochasticDepth(affine(1.0))
     function = tf.function(lambda x: layer(x, training=True))
-    operations = graph_operations(function.get_concrete_function(tf.TensorSpec((None, 1))))
+    operations = operations_in(function.get_concrete_function(tf.TensorSpec((None, 1))))
     assert [op for op in operations if "If" in op]
     assert [op for op in operations if "Random" in op]
     assert [op for op in operations if "Assign" in op]
@@ -874,7 +868,7 @@ def test_the_inference_graph_of_a_model_has_none():
     y = StochasticDepth(keras.layers.Dropout(0.5), skip="identity")(y)
     model = keras.Model(x, y)
     function = tf.function(lambda x: model(x)).get_concrete_function(*UNKNOWN)
-    operations = graph_operations(function)
+    operations = operations_in(function)
     assert "Conv2D" in operations
     assert not [op for op in operations if any(s in op for s in UNWANTED)], operations
 

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfa_stochastic_depth
-from helpers import KERAS_3, data, randomize
+from helpers import KERAS_3, data, operations_in, randomize
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,
@@ -399,9 +399,7 @@ def test_what_is_trained_holds_both():
     """So that the test above would see them."""
     model, x = wrapped_images()
     step = tf.function(lambda x: model(x, training=True)).get_concrete_function(x)
-    graph = step.graph.as_graph_def()
-    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
-    ops = {n.op for n in nodes}
+    ops = operations_in(step)
     assert any(op.endswith("If") for op in ops) and any("Random" in op for op in ops)
     assert {op for op in ops if is_random_or_conditional(op)} >= {"If"}
 

@@ -922,6 +922,8 @@ class Unregistered(L.Layer):
 
 
 class NoConfig(Unregistered):
+    """Cannot be copied, as is a layer whose class has no `get_config` on some Kerases."""
+
     def get_config(self):
         raise NotImplementedError("no configuration here")
 
