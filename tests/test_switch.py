@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfa_stochastic_depth import StochasticDepth
-from tfa_stochastic_depth.layer import draw_switch
+from tfa_stochastic_depth.switch import draw_switch
 
 keras = tf.keras
 

@@ -22,6 +22,8 @@ import numpy as np
 
 try:
     import tensorflow as tf
+    from tensorflow.python.framework import op_def_registry
+    from tensorflow.python.ops import control_flow_util
 except ImportError as error:
     raise ImportError(
         "tfa_stochastic_depth needs TensorFlow 2.15 or newer: "
@@ -903,6 +905,93 @@ def next_seed(state):
     return seed
 
 
+def on_host():
+    """Where what decides about the flow of a step is computed: on the CPU, if that can be chosen.
+
+    The predicate of a conditional is needed on the host. Computed on a GPU it would have to be
+    waited for, block by block, with all that was queued before it. On the CPU, what it needs (the
+    variables of seed and probability) is there at the start of a step, so that a graph draws all
+    switches ahead of the blocks, and an eager step does not wait for the GPU.
+    XLA compiles a step as one program for one device and ignores this: there a GPU's predicates
+    are copied to the host one by one, and a TPU branches by itself.
+    """
+    return contextlib.nullcontext() if compiles_with_xla() else tf.device("/CPU:0")
+
+
+def compiles_with_xla():
+    """Whether the function that is being traced will be compiled by XLA."""
+    graph = tf.compat.v1.get_default_graph()
+    in_graph = not tf.executing_eagerly()
+    return in_graph and control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def declared_shapes(layer):
+    """The shapes of the inputs that a functional model was made with; () for other layers."""
+    return tuple(shape(x) for x in functional(layer).inputs) if is_functional(layer) else ()
+
+
+def has_accelerator():
+    """Whether TensorFlow sees anything but CPUs."""
+    return any(device.device_type != "CPU" for device in tf.config.list_logical_devices())
+
+
+def convolutions(layer):
+    """The convolutions that a layer holds, and itself if it is one."""
+    named = re.compile(r"\w*Conv\w*\d?D\w*")
+    return [part for part in with_sublayers(layer) if named.fullmatch(type(part).__name__)]
+
+
+def trainable_variables(layers):
+    """The trainable weights of layers as `tf.Variable`s in the dtype that they have."""
+    found = {id(w): w for layer in layers for w in layer.trainable_weights}
+    if IS_KERAS_3:
+        return [w._value for w in found.values()]
+    return [getattr(w, "_variable", w) for w in found.values()]  # of an AutoCastVariable
+
+
+def remember(layers):
+    """Lets functions that call layers be run again as if for the first time.
+
+    Returns:
+        A function that runs a function: it finds the variables that are not trained as they are
+        now and, on Keras 3, leaves them so. Returns its result and the losses that were not
+        recorded in layers.
+    """
+    if not IS_KERAS_3:
+        return lambda run: (run(), [])
+    state = {id(v): v for layer in layers for v in layer.variables if not v.trainable}
+    state = [(v, tf.identity(v.value)) for v in state.values()]
+
+    def run_as_then(run):
+        with keras.StatelessScope(state, collect_losses=True) as scope:
+            return run(), scope.losses
+
+    return run_as_then
+
+
+def can_repeat(*functions):
+    """Whether functions do nothing but compute: they change no variable and draw no number.
+
+    They are traced, and not run.
+    """
+    for function in functions:
+        graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
+        called = [node for inner in graph.library.function for node in inner.node_def]
+        for node in [*graph.node, *called]:
+            stateful = op_def_registry.get(node.op)
+            if stateful is not None and stateful.is_stateful and node.op not in _HARMLESS:
+                return False
+    return True
+
+
+# Operations that TensorFlow calls stateful, and that may be run twice: they read, check, or call
+# functions, whose own operations are looked at.
+_HARMLESS = frozenset(
+    "ReadVariableOp ResourceGather ResourceGatherNd VarHandleOp Placeholder Assert "
+    "If While Case StatefulPartitionedCall PartitionedCall XlaLaunch".split()
+)
+
+
 def build(layer, args, kwargs):
     """Makes the variables of a layer that is called with tensors like these; nothing is run."""
     if layer.built:
@@ -1040,6 +1129,11 @@ def masks_of(tensors):
 def sum_mask(tensors, masks):
     """The mask that `keras.layers.Add` gives its sum."""
     return keras.layers.Add(name="sum").compute_mask(tensors, masks)
+
+
+def clear_mask(tensor):
+    if mask_of(tensor) is not None:
+        tensor._keras_mask = None
 
 
 def set_mask(tensors, mask):

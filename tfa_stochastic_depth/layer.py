@@ -3,63 +3,23 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 
+import numpy as np
 import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
+from tfa_stochastic_depth.arguments import Arguments
+from tfa_stochastic_depth.masks import set_masks, stand_in_masks, sum_masks
+from tfa_stochastic_depth.rows import ALL, choose_rows
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
+from tfa_stochastic_depth.switch import draw_switch, run_or_skip, run_or_skip_twice
+from tfa_stochastic_depth.zeros import Specs, zeros_like_output
 
 keras = _keras.keras
 
+MODES = ("batch", "row")
 RESCALES = ("inference", "training")
-
-
-def draw_switch(seed, survival_prob):
-    """Draws the paper's b, true with probability `survival_prob`.
-
-    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA:
-    Philox is named because the default generator depends on the device, and the uniform number
-    is made from its bits here because TensorFlow and XLA round them differently.
-
-    Args:
-        seed: Integer tensor of shape (2,).
-        survival_prob: float32 scalar tensor in [0, 1]. 0 is never true and 1 always.
-
-    Returns:
-        A bool scalar tensor.
-    """
-    bits = tf.random.stateless_uniform(
-        (), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
-    )
-    upper = tf.cast(tf.bitwise.right_shift(bits, tf.constant(8, tf.uint32)), tf.int32)
-    u = tf.cast(upper, tf.float32) * 2.0**-24  # in [0, 1), exact
-    return u < survival_prob
-
-
-def run_or_skip(switch, run, skip):
-    """`run()` where the switch is on and `skip(...)` where it is off; the other is not computed.
-
-    Args:
-        switch: Bool scalar tensor.
-        run: A function that returns (outputs, losses), losses being a list of tensors.
-        skip: A function that returns outputs of the same structure, shapes and dtypes. It is given
-            what `run` returned as symbolic tensors of another graph, of use only for their static
-            shapes, or `None` in eager mode.
-
-    Returns:
-        (outputs, losses). When skipped, the losses are zeros in a graph and absent in eager mode.
-    """
-    traced = []
-
-    def kept():
-        traced.append(run())
-        return traced[-1]
-
-    def dropped():  # traced after `kept`; in eager mode the only one that is called
-        outputs, losses = traced[-1] if traced else (None, [])
-        return skip(outputs), [tf.zeros(loss.shape, loss.dtype) for loss in losses]
-
-    return tf.cond(switch, kept, dropped)
 
 
 @tf.custom_gradient
@@ -74,93 +34,6 @@ def _with_zero_gradients(y, *weights):
         return (dy, *(tf.zeros_like(w) for w in weights))
 
     return tf.identity(y), gradient
-
-
-class _Arguments:
-    """The arguments of one call.
-
-    Attributes:
-        shortcut: The shortcut in the wrapper's compute dtype, or `None`.
-        stand_in: What stands in for the layer: the shortcut as it came, or else the inputs.
-        mask: The masks of `stand_in`, if they were given, and do not come with it.
-    """
-
-    def __init__(self, inputs, args, kwargs, shortcut, stand_in, mask):
-        self.inputs = inputs
-        self.args = args
-        self.kwargs = kwargs
-        self.shortcut = shortcut
-        self.stand_in = stand_in
-        self.mask = mask
-
-    def masks(self):
-        """The masks of what stands in for the layer, by place, as they are now.
-
-        Keras 3's attention takes the mask from the query that it is called with, and a sum after
-        it sees none.
-        """
-        if self.mask is None:
-            return _keras.masks_of(self.stand_in)
-        return {i: mask for i, mask in enumerate(_keras.flatten(self.mask)) if mask is not None}
-
-
-class _Specs:
-    """Symbolic outputs of layers by the shapes and dtypes of their inputs, traced once each."""
-
-    def __init__(self):
-        self._known = {}
-
-    def outputs(self, layer, args, kwargs):
-        key = _keras.trace_key(layer, args, kwargs)
-        if key not in self._known:
-            self._known[key] = _keras.trace(layer, args, kwargs)
-        return self._known[key]
-
-
-def zeros_like_output(layer, arguments, outputs, dtype):
-    """Zeros of the shapes that a layer's outputs would have, without running it.
-
-    A size that is unknown statically is taken from the layer's first input: axis 0 is the batch,
-    as everywhere in Keras, and for another axis the layer is traced on two made-up sizes to see
-    which axis of the input it follows.
-
-    Args:
-        layer: The layer.
-        arguments: What it is called with.
-        outputs: Its outputs as symbolic tensors.
-        dtype: Dtype of the zeros.
-
-    Raises:
-        ValueError: If a size follows no axis of the input.
-    """
-    first = tf.nest.flatten(arguments.inputs)[0]
-    leaves = tf.nest.flatten(outputs)
-    probes = []
-    if any(size is None for y in leaves for size in tuple(y.shape)[1:]):
-        for step in (8, 24):
-            sizes = [None, *(64 + step * axis for axis in range(1, 32))]
-            shapes = _keras.trace_sizes(layer, arguments.args, arguments.kwargs, sizes)
-            probes.append((sizes, shapes))
-
-    def size(leaf, axis, known):
-        if known is not None:
-            return known
-        if axis == 0:
-            return tf.shape(first)[0]
-        for source in range(1, len(first.shape)):
-            if all(shapes[leaf][axis] == sizes[source] for sizes, shapes in probes):
-                return tf.shape(first)[source]
-        raise ValueError(
-            f"The size of axis {axis} of what {layer.name!r} gives, {tuple(leaves[leaf].shape)}, "
-            "is not known before it runs, so nothing can stand in for it when it is dropped. Pass "
-            "`shortcut=` in the call, or a `skip`."
-        )
-
-    zeros = [
-        tf.zeros([size(leaf, axis, known) for axis, known in enumerate(y.shape)], dtype)
-        for leaf, y in enumerate(leaves)
-    ]
-    return tf.nest.pack_sequence_as(outputs, zeros)
 
 
 _map = tf.nest.map_structure
@@ -183,42 +56,6 @@ def _of_this_graph(x):
     return y
 
 
-def _set_masks(tensors, masks):
-    """Tensors with these masks, and no others."""
-    leaves = []
-    for i, x in enumerate(tf.nest.flatten(tensors)):
-        if _keras.mask_of(x) is not None:
-            x = tf.identity(x)  # the mask belongs to whoever made the tensor
-        _keras.set_mask(x, masks.get(i))
-        leaves.append(x)
-    return tf.nest.pack_sequence_as(tensors, leaves)
-
-
-def _sum_masks(shortcut, shortcut_masks, branch_masks):
-    """The masks of the sums of shortcut and branch."""
-    masks = {
-        i: _keras.sum_mask([x, x], [shortcut_masks.get(i), branch_masks.get(i)])
-        for i, x in enumerate(tf.nest.flatten(shortcut))
-    }
-    return {i: mask for i, mask in masks.items() if mask is not None}
-
-
-def _stand_in_masks(outputs, masks, like):
-    """Masks for a dropped layer's outputs: `masks` where they fit, else nothing is masked.
-
-    Args:
-        outputs: What stands in for the layer's outputs.
-        masks: Place -> the mask that it has.
-        like: Place -> the mask that the layer's output would have. These places must be filled.
-    """
-    leaves, filled = tf.nest.flatten(outputs), {}
-    for i, mask in like.items():
-        filled[i] = masks.get(i)
-        if filled[i] is None or not filled[i].shape.is_compatible_with(mask.shape):
-            filled[i] = tf.ones(tf.shape(leaves[i])[: mask.shape.rank], tf.bool)
-    return filled
-
-
 def _same_structure(value, like):
     try:
         tf.nest.assert_same_structure(value, like, check_types=False)
@@ -231,6 +68,25 @@ def _scaled(y, weight):
     return y if weight is None else y * tf.cast(weight, y.dtype)
 
 
+_warned_of_convolutions = False
+
+
+def _warn_of_convolutions(layers):
+    """Warns, once, of convolutions that XLA would compile into a conditional on a CPU."""
+    global _warned_of_convolutions
+    if _warned_of_convolutions or _keras.has_accelerator():
+        return
+    found = [x for layer in layers for x in _keras.convolutions(layer)]
+    if found:
+        _warned_of_convolutions = True
+        warnings.warn(
+            f"{found[0].name!r} is a convolution in a StochasticDepth layer that XLA compiles for "
+            "a CPU, where convolutions inside a conditional take many times as long. Train with "
+            'jit_compile=False, or with mode="row", which needs no conditional.',
+            stacklevel=2,
+        )
+
+
 def _check_layer(layer):
     if not isinstance(layer, keras.layers.Layer):
         raise TypeError(
@@ -241,13 +97,11 @@ def _check_layer(layer):
 
 def check_options(mode, rescale, seed):
     """Checks the options that the layer and `wrap_residuals` share."""
-    if mode == "row":
+    if mode not in MODES:
         raise ValueError(
-            '`mode="row"` (each sample on its own) is not in this version. Use mode="batch": one '
-            "switch per step for the whole batch, as in the paper."
+            '`mode` must be "batch" (one switch for the whole batch) or "row" (each sample on its '
+            f"own). Received: {mode!r}."
         )
-    if mode != "batch":
-        raise ValueError(f'`mode` must be "batch". Received: {mode!r}.')
     if rescale not in RESCALES:
         raise ValueError(f'`rescale` must be "inference" or "training". Received: {rescale!r}.')
     if seed is not None and (not isinstance(seed, numbers.Integral) or isinstance(seed, bool)):
@@ -359,7 +213,9 @@ class StochasticDepth(_keras.Wrapper):
         self.seed = None if seed is None else int(seed)
         self.supports_masking = True  # Keras 3 warns of masks that end in a layer without
         self._passes_masks = passes_masks
-        self._specs = _Specs()
+        self._specs = Specs()
+        self._gives_rows = False
+        self._compiled_survival_prob = None
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
         self._seed_state = _keras.make_seed_state(self, self.seed)
         _keras.take_call_arguments(self, layer)
@@ -375,7 +231,16 @@ class StochasticDepth(_keras.Wrapper):
 
     @survival_prob.setter
     def survival_prob(self, value):
-        self._survival_prob.assign(check_survival_prob(value))
+        value = check_survival_prob(value)
+        compiled = self._compiled_survival_prob
+        if compiled is not None and np.float32(value) != np.float32(compiled):
+            warnings.warn(
+                f"StochasticDepth {self.name!r} was compiled by XLA with the survival probability "
+                f'{compiled}, which stands for a fixed number of rows in mode="row". Compile the '
+                f"model again for {value} to act in training.",
+                stacklevel=2,
+            )
+        self._survival_prob.assign(value)
 
     def build(self, input_shape=None):
         for layer in (self.layer, self.skip):
@@ -385,62 +250,131 @@ class StochasticDepth(_keras.Wrapper):
 
     @_keras.unconverted
     def call(self, inputs, *args, shortcut=None, training=None, mask=None, **kwargs):
-        inputs, args, shortcut, kwargs = _map(_of_this_graph, (inputs, args, shortcut, kwargs))
+        inputs, args, shortcut, kwargs = _map(self._own, (inputs, args, shortcut, kwargs))
         if mask is not None and _keras.accepts(self.layer, "mask"):
             kwargs["mask"] = mask
         stand_in, own_mask = (inputs, mask) if shortcut is None else (shortcut, None)
-        arguments = _Arguments(
-            inputs, (inputs, *args), kwargs, self._shortcut(shortcut), stand_in, own_mask
+        arguments = Arguments(
+            (inputs, *args), kwargs, self._shortcut(shortcut), stand_in, own_mask
         )
         training = _static(training)
         if training is False:
-            outputs, masks = self._kept(arguments, training, self._weight(training))
+            outputs, masks = self._kept(arguments, training)
         else:
             outputs, masks = self._train(arguments, training)
-        return _set_masks(outputs, masks if self._passes_masks else {})
+        return set_masks(outputs, masks if self._passes_masks else {})
+
+    def _own(self, x):
+        if self.mode == "row" and isinstance(x, np.ndarray):
+            x = tf.convert_to_tensor(x)  # rows are taken of tensors
+        return _of_this_graph(x)
 
     def _train(self, arguments, training):
-        """Draws the switch, and computes the layer if it is on. Returns (outputs, masks)."""
+        """Computes the layer, or the rows, by a random draw. Returns (outputs, masks)."""
         self._check_replicas()
         _keras.build(self.layer, arguments.args, arguments.kwargs)
         if isinstance(self.skip, keras.layers.Layer):
             _keras.build(self.skip, (arguments.inputs,), {})
         if tf.executing_eagerly():  # one side is computed now, and the other may be wrong
             self._check_sides(arguments)
-        switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
-        if training is not True:  # a tensor: at inference every layer runs
-            switch = tf.logical_or(switch, tf.logical_not(training))
-        results, losses = run_or_skip(
-            switch,
-            lambda: _keras.collect_losses(
-                self, lambda: self._kept(arguments, training, self._weight(training))
-            ),
-            lambda kept: self._dropped(arguments, training, kept),
-        )
+        draw = self._draw_rows if self.mode == "row" else self._draw_switch
+        with _keras.on_host():
+            rows, switch = draw(arguments, training)
+
+        def run(arguments):
+            return _keras.collect_losses(self, lambda: self._kept(arguments, training, rows))
+
+        def skip(arguments, kept):
+            return self._dropped(arguments, training, kept)
+
+        sides = [lambda: run(arguments), lambda kept: skip(arguments, kept)]
+        if _keras.compiles_with_xla() and tf.is_tensor(switch):
+            results, losses = self._run_or_skip_by_xla(switch, sides, run, skip, arguments)
+        else:
+            results, losses = run_or_skip(switch, *sides)
         _keras.add_losses(self, losses)
         return results
 
-    def _kept(self, arguments, training, weight):
-        """`weight * f + (1 - weight) * s`, plus the shortcut; a weight of `None` is 1.
+    def _draw_switch(self, arguments, training):
+        """Returns (all rows, the switch for them)."""
+        switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
+        if training is not True:  # a tensor: at inference every layer runs
+            switch = tf.logical_or(switch, tf.logical_not(training))
+        return ALL, switch
+
+    def _draw_rows(self, arguments, training):
+        """Returns (the rows to run, whether there are any)."""
+        self._check_row_by_row(arguments)
+        seed, size = _keras.next_seed(self._seed_state), arguments.batch_size()
+        by_xla = _keras.compiles_with_xla()
+        if by_xla:  # it needs to know the number of rows
+            self._compiled_survival_prob = self.survival_prob
+            if training is not True:
+                raise ValueError(
+                    f"`training` must be a Python bool for StochasticDepth {self.name!r}, in "
+                    f'mode="row" and compiled by XLA. Received: {training!r}.'
+                )
+        known = by_xla or tf.executing_eagerly()
+        p = self.survival_prob if known else tf.convert_to_tensor(self._survival_prob)
+        return choose_rows(seed, p, size, training, static=by_xla)
+
+    def _run_or_skip_by_xla(self, switch, sides, run, skip, arguments):
+        parts = [x for x in (self.layer, self.skip) if isinstance(x, keras.layers.Layer)]
+        _warn_of_convolutions(parts)
+        as_then = _keras.remember(parts)
+
+        def run_again():
+            (results, losses), others = as_then(lambda: run(arguments.copy()))
+            return results, losses + others
+
+        def skip_again(kept):
+            return as_then(lambda: skip(arguments.copy(), kept))[0]
+
+        def both():
+            results, losses = run_again()
+            return results, losses, skip_again(results)
+
+        if not _keras.can_repeat(both):
+            return run_or_skip(switch, *sides)
+        sources = [x for x in arguments.tensors() if x.dtype.is_floating]
+        sources += _keras.trainable_variables(parts)
+        return run_or_skip_twice(switch, *sides, run_again, skip_again, sources)
+
+    def _kept(self, arguments, training, rows=ALL):
+        """`weight * f + (1 - weight) * s`, plus the shortcut, in some rows, and `s` in the others.
 
         Returns (outputs, masks).
         """
-        f = self.layer(*arguments.args, training=training, **arguments.kwargs)
+        taken = arguments.take(rows, self.layer)
+        f = self.layer(*taken.args, training=training, **taken.kwargs)
+        arguments.lose_masks(taken)
         masks = _keras.masks_of(f)
-        f = self._cast(f)
+        f = _map(lambda y: rows.check(y, f"What {self.layer.name!r} gives"), self._cast(f))
+        weight = self._weight(training, rows)
+        stand_in = arguments.masks()
         if arguments.shortcut is not None:
-            self.check_sum(arguments.shortcut, f)
-            masks = _sum_masks(arguments.shortcut, arguments.masks(), masks)
-            return _map(lambda a, y: a + _scaled(y, weight), arguments.shortcut, f), masks
-        if self.skip is None or weight is None:
-            return _map(lambda y: _scaled(y, weight), f), masks
-        s, _ = self._skipped(arguments, training, f)
-        return _map(lambda y, z: _scaled(y, weight) + _scaled(z, 1.0 - weight), f, s), masks
+            self.check_sum(arguments.shortcut, f, rows)
+            masks = sum_masks(arguments.shortcut, stand_in, masks, rows)
+            outputs = _map(lambda a, y: rows.add(a, _scaled(y, weight)), arguments.shortcut, f)
+        elif self.skip is None:
+            outputs = _map(lambda y: rows.spread(_scaled(y, weight)), f)
+        elif weight is None and rows.are_all:
+            outputs = f
+        else:
+            s, stand_in = self._skipped(arguments, training, f, rows)
+            if weight is not None:
+                mix = lambda y, z: _scaled(y, weight) + _scaled(rows.take(z), 1.0 - weight)  # noqa: E731
+                f = _map(mix, f, s)
+            outputs = _map(rows.put, s, f)
+        if not rows.are_all:
+            whole = stand_in_masks(outputs, stand_in, masks)
+            masks = {i: rows.put(whole[i], mask) for i, mask in masks.items()}
+        return outputs, masks
 
     def _dropped(self, arguments, training, kept):
         """What takes the layer's place, as (outputs, masks).
 
-        `kept` is what `_kept` returned when it was traced, `None` in eager mode.
+        `kept` is what `_kept` returned when it was traced, `None` if it was not.
         """
         if kept is None:
             f = self._specs.outputs(self.layer, arguments.args, arguments.kwargs)
@@ -452,13 +386,13 @@ class StochasticDepth(_keras.Wrapper):
             self.check_sum(arguments.shortcut, f)
             outputs = arguments.shortcut
             if kept is None:
-                like = _sum_masks(outputs, masks, _stand_in_masks(outputs, {}, like))
+                like = sum_masks(outputs, masks, stand_in_masks(outputs, {}, like))
         elif self.skip is not None:
             outputs, masks = self._skipped(arguments, training, f)
         else:
             outputs = zeros_like_output(self.layer, arguments, f, self.compute_dtype)
-        masks = _stand_in_masks(outputs, masks, like)
-        if tf.executing_eagerly():
+        masks = stand_in_masks(outputs, masks, like)
+        if kept is None:
             weights = [tf.convert_to_tensor(w) for w in self.layer.trainable_weights]
             outputs = _map(lambda y: _with_zero_gradients(y, *weights), outputs)
         return outputs, masks
@@ -476,25 +410,49 @@ class StochasticDepth(_keras.Wrapper):
             self._check_floating(skipped, "what `skip` gives")
             self._check_shapes("what `skip` gives", skipped, branch)
 
-    def _skipped(self, arguments, training, like):
+    def _check_row_by_row(self, arguments):
+        """Raises an error if it can be seen that the layer does not give a row for each row.
+
+        With a shortcut or a `skip` the shapes of the two are compared anyway.
+        """
+        if arguments.shortcut is not None or self.skip is not None or self._gives_rows:
+            return
+        for size in (64, 88):  # a number of its own may be built into the layer
+            sizes = [size, *[None] * 31]
+            shapes = _keras.trace_sizes(self.layer, arguments.args, arguments.kwargs, sizes)
+            for shape in shapes:
+                if not shape or shape[0] not in (size, None):
+                    raise ValueError(
+                        f"{self.layer.name!r} must give one row for each row that it takes, in "
+                        f'mode="row". Received: the shape {shape} for a batch of {size}. Use '
+                        'mode="batch" for a layer that moves rows (a reshape across the batch).'
+                    )
+        self._gives_rows = True
+
+    def _skipped(self, arguments, training, like, rows=ALL):
         """What `skip` gives, as (outputs, masks)."""
         outputs, masks = arguments.inputs, arguments.masks()
         if isinstance(self.skip, keras.layers.Layer):
             outputs = self.skip(outputs, training=training)
             masks = _keras.masks_of(outputs)
         outputs = self._cast(outputs, "what `skip` gives")
-        self._check_shapes("what `skip` gives", outputs, like)
+        self._check_shapes("what `skip` gives", outputs, like, rows)
         return outputs, masks
 
-    def _weight(self, training):
+    def _weight(self, training, rows):
         """The factor on a kept layer's output, a scalar tensor, or `None` where it is 1."""
         if training is (self.rescale == "inference"):
+            return None
+        if training is True and self.mode == "row" and rows.are_all:
             return None
         # At least float32: in float16 1 / p and 1 - p would be off by more than the rounding of
         # what they are multiplied with.
         dtype = tf.float64 if self.compute_dtype == "float64" else tf.float32
         p = tf.cast(self._survival_prob, dtype)
-        factor = p if self.rescale == "inference" else 1.0 / p
+        if self.rescale == "inference":
+            factor = p
+        else:
+            factor = 1.0 / p if self.mode == "batch" else tf.cast(rows.scale, dtype)
         if isinstance(training, bool):
             return factor
         one = tf.ones((), dtype)
@@ -520,18 +478,25 @@ class StochasticDepth(_keras.Wrapper):
             return None
         return self._cast(_map(tf.convert_to_tensor, shortcut), "`shortcut`")
 
-    def check_sum(self, shortcut, branch):
-        """Raises an error unless a shortcut and a branch output have the same static shapes."""
+    def check_sum(self, shortcut, branch, rows=ALL):
+        """Raises an error unless a shortcut and a branch output have the same static shapes.
+
+        The branch output has only these rows.
+        """
         if self.skip is not None:
             raise ValueError(
                 "`shortcut` goes with `skip=None`: with another `skip` the layer's output already "
                 f"has a stand-in. Received: a shortcut, and skip={self.skip!r}."
             )
-        self._check_shapes("`shortcut`", shortcut, branch)
+        self._check_shapes("`shortcut`", shortcut, branch, rows)
 
-    def _check_shapes(self, what, value, like):
-        """Raises an error unless two structures hold tensors of the same static shapes."""
-        shapes = [[tuple(x.shape) for x in tf.nest.flatten(v)] for v in (value, like)]
+    def _check_shapes(self, what, value, like, rows=ALL):
+        """Raises an error unless two structures hold tensors of the same static shapes.
+
+        The second has only these rows of the batch.
+        """
+        first = 0 if rows.are_all else 1
+        shapes = [[tuple(x.shape)[first:] for x in tf.nest.flatten(v)] for v in (value, like)]
         same = _same_structure(value, like) and all(
             len(a) == len(b) and all(i == j or None in (i, j) for i, j in zip(a, b))
             for a, b in zip(*shapes)

@@ -1,0 +1,175 @@
+"""Rows of a batch: which of them a layer runs on in `mode="row"`, and how they are put back."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+
+def count_rows(survival_prob, size):
+    """How many of `size` rows are kept: `round(survival_prob * size)`, and 1 if that is 0.
+
+    Only with a survival probability of 0 there is none. The product is one of float32 numbers, and
+    halves are rounded to the even number, whether it is known when a function is traced or not.
+
+    Args:
+        survival_prob: Python float, or float32 scalar tensor, in [0, 1].
+        size: Python int, or int32 scalar tensor.
+
+    Returns:
+        A Python int if both are known, else an int32 scalar tensor.
+    """
+    if isinstance(survival_prob, float) and isinstance(size, int):
+        count = int(np.round(np.float32(survival_prob) * np.float32(size)))
+        return min(max(count, int(survival_prob > 0)), size)
+    p = tf.convert_to_tensor(survival_prob, tf.float32)
+    count = tf.cast(tf.round(p * tf.cast(size, tf.float32)), tf.int32)
+    return tf.minimum(tf.maximum(count, tf.cast(p > 0, tf.int32)), size)
+
+
+def draw_rows(seed, count, size):
+    """Draws `count` of `size` rows, each set of them with the same probability.
+
+    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA.
+
+    Args:
+        seed: Integer tensor of shape (2,).
+        count: Python int, or int32 scalar tensor, at most `size`.
+        size: Python int, or int32 scalar tensor.
+
+    Returns:
+        An int32 tensor of shape (count,), with each row at most once, in no order.
+    """
+    bits = tf.random.stateless_uniform(
+        tf.reshape(size, (1,)), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
+    )
+    return tf.math.top_k(tf.bitcast(bits, tf.int32), count).indices
+
+
+class Rows:
+    """Some of the rows (entries along axis 0) of a batch.
+
+    Args:
+        count: How many they are, at most `size`: a Python int, or an int32 scalar tensor.
+        size: How many the batch has, the same.
+        every: Whether they are all of them: a bool, or a bool tensor if only a run can tell.
+            Where it is known there is no conditional, and where they are all nothing is gathered.
+        places: int32 tensor (count, 1) of them; `None` if they are known to be all.
+    """
+
+    def __init__(self, count, size, every, places):
+        self._count = count
+        self._size = size
+        self._every = every
+        self._places = places
+
+    @property
+    def are_all(self):
+        """Whether they are known to be all rows."""
+        return self._every is True
+
+    @property
+    def scale(self):
+        """`size / count`, a float32 scalar tensor."""
+        return tf.cast(self._size, tf.float32) / tf.cast(self._count, tf.float32)
+
+    def take(self, x):
+        """These rows of a tensor."""
+        if self._every is True:
+            return x
+        gather = _gather if x.dtype.is_floating else tf.gather_nd
+        return self._either(lambda: x, lambda: gather(x, self._places), x, self._count)
+
+    def add(self, x, y):
+        """A tensor `x` with `y` added to these rows."""
+        if self._every is True:
+            return x + y
+        some = lambda: tf.tensor_scatter_nd_add(x, self._places, y)  # noqa: E731
+        return self._either(lambda: x + y, some, x, self._size)
+
+    def put(self, x, y):
+        """A tensor `x` with `y` in place of these rows."""
+        if self._every is True:
+            return y
+        some = lambda: tf.tensor_scatter_nd_update(x, self._places, y)  # noqa: E731
+        return self._either(lambda: y, some, x, self._size)
+
+    def spread(self, y):
+        """Zeros with `y` in place of these rows."""
+        if self._every is True:
+            return y
+
+        def some():
+            shape = tf.concat([[self._size], tf.shape(y)[1:]], 0)
+            return tf.scatter_nd(self._places, y, shape)
+
+        return self._either(lambda: y, some, y, self._size)
+
+    def check(self, y, what):
+        """A tensor `y`, which must have one row for each of these.
+
+        Raises:
+            ValueError: If it has another number of rows. Where only a run can tell, running it
+                raises a `tf.errors.InvalidArgumentError`.
+        """
+        if self._every is True:
+            return y
+        text = (
+            f'{what} must have one row for each row that goes in, with mode="row". Where a layer '
+            'moves rows (a reshape across the batch), use mode="batch".'
+        )
+        known = y.shape[0] if y.shape.rank else 0
+        if known is not None and isinstance(self._count, int):
+            if known != self._count:
+                raise ValueError(
+                    f"{text} Received: the shape {tuple(y.shape)} for {self._count} rows."
+                )
+            return y
+        equal = tf.debugging.assert_equal(tf.shape(y)[0], self._count, text)
+        with tf.control_dependencies([equal]):
+            return tf.identity(y)
+
+    def _either(self, every, some, like, rows):
+        """`every()` or `some()`, which are shaped as `like` but for the number of rows."""
+        y = some() if self._every is False else tf.cond(self._every, every, some)
+        y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
+        return y
+
+
+ALL = Rows(None, None, True, None)
+
+
+def choose_rows(seed, survival_prob, size, training, static):
+    """Draws the rows of a training step.
+
+    Args:
+        seed: Integer tensor of shape (2,).
+        survival_prob: Python float, or float32 scalar tensor.
+        size: How many rows there are, a Python int, or an int32 scalar tensor.
+        training: `True`, or a bool tensor. Without training they are all.
+        static: Whether nothing may depend on what only a run can tell.
+
+    Returns:
+        (Rows, whether there are any), the latter a bool, or a bool tensor.
+    """
+    count = count_rows(survival_prob, size)
+    if training is not True:
+        count = tf.where(training, count, size)
+    if isinstance(count, int) and isinstance(size, int):
+        every, some = count == size, count > 0
+    elif static:
+        every, some = survival_prob == 1, survival_prob > 0
+    else:
+        every, some = tf.equal(count, size), count > 0
+    places = None if every is True or some is False else draw_rows(seed, count, size)[:, tf.newaxis]
+    return Rows(count, size, every, places), some
+
+
+@tf.custom_gradient
+def _gather(x, places):
+    """As `tf.gather_nd`, whose own gradient is made of slices that have to be added up again."""
+
+    def gradient(dy):
+        return tf.scatter_nd(places, dy, tf.shape(x)), None
+
+    return tf.gather_nd(x, places), gradient

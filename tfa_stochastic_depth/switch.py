@@ -1,0 +1,113 @@
+"""The switch of a block, and what runs by it: the layer or what stands in for it."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def draw_switch(seed, survival_prob):
+    """Draws the paper's b, true with probability `survival_prob`.
+
+    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA:
+    Philox is named because the default generator depends on the device, and the uniform number
+    is made from its bits here because TensorFlow and XLA round them differently.
+
+    Args:
+        seed: Integer tensor of shape (2,).
+        survival_prob: float32 scalar tensor in [0, 1]. 0 is never true and 1 always.
+
+    Returns:
+        A bool scalar tensor.
+    """
+    bits = tf.random.stateless_uniform(
+        (), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
+    )
+    upper = tf.cast(tf.bitwise.right_shift(bits, tf.constant(8, tf.uint32)), tf.int32)
+    u = tf.cast(upper, tf.float32) * 2.0**-24  # in [0, 1), exact
+    return u < survival_prob
+
+
+def run_or_skip(switch, run, skip):
+    """`run()` where the switch is on and `skip(...)` where it is off; the other is not computed.
+
+    Args:
+        switch: Bool scalar tensor, or a bool.
+        run: A function that returns (outputs, losses), losses being a list of tensors.
+        skip: A function that returns outputs of the same structure, shapes and dtypes. It is given
+            what `run` returned as symbolic tensors of another graph, of use only for their static
+            shapes, or `None` if `run` was not called.
+
+    Returns:
+        (outputs, losses). When skipped, the losses are zeros in a graph, and absent if `run` was
+        not called.
+    """
+    kept, dropped = _sides(run, skip)
+    if isinstance(switch, bool):
+        return kept() if switch else dropped()
+    return tf.cond(switch, kept, dropped)
+
+
+def _sides(run, skip):
+    traced = []
+
+    def kept():
+        traced.append(run())
+        return traced[-1]
+
+    def dropped():  # traced after `kept`; in eager mode the only one that is called
+        outputs, losses = traced[-1] if traced else (None, [])
+        return skip(outputs), [tf.zeros(loss.shape, loss.dtype) for loss in losses]
+
+    return kept, dropped
+
+
+def run_or_skip_twice(switch, run, skip, run_again, skip_again, sources):
+    """As `run_or_skip`, with a gradient that computes the chosen side again, in a cond of its own.
+
+    For XLA. What a `tf.cond` computed on the way to its results is needed by its gradient. XLA
+    hands it from one conditional to the other in full size, filled with zeros when the switch is
+    off, so that a dropped layer costs a good part of a kept one. Here only `sources` are handed on.
+
+    Args:
+        switch: Bool scalar tensor.
+        run: As in `run_or_skip`.
+        skip: As in `run_or_skip`.
+        run_again: A function that returns what `run` did, and changes no variable.
+        skip_again: The same for `skip`.
+        sources: What the results depend on: floating-point tensors, and `tf.Variable`s.
+
+    Returns:
+        As `run_or_skip`.
+    """
+    results = run_or_skip(switch, run, skip)
+    leaves = tf.nest.flatten(results)
+    # Masks are among the results too.
+    places = [i for i, y in enumerate(leaves) if y.dtype.is_floating]
+
+    def gradient_of(side, gradients):
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            again = tf.nest.flatten(side())
+        zero = tf.UnconnectedGradients.ZERO
+        found = tape.gradient([again[i] for i in places], sources, gradients, zero)
+        return [tf.convert_to_tensor(g) for g in found]
+
+    @tf.custom_gradient
+    def with_gradient(*values):
+        def gradient(*gradients):
+            kept, dropped = _sides(run_again, skip_again)
+            found = tf.cond(
+                switch,
+                lambda: gradient_of(kept, gradients),
+                lambda: gradient_of(dropped, gradients),
+            )
+            return [None] * len(places) + found
+
+        return [tf.identity(y) for y in values[: len(places)]], gradient
+
+    # With the values of variables, rather than the variables, as arguments, TensorFlow does not
+    # look for variables by itself.
+    stopped = [tf.stop_gradient(leaves[i]) for i in places]
+    for i, y in zip(places, with_gradient(*stopped, *map(tf.convert_to_tensor, sources))):
+        leaves[i] = y
+    return tf.nest.pack_sequence_as(results, leaves)
