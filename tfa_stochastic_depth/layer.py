@@ -417,7 +417,9 @@ class StochasticDepth(_keras.Wrapper):
         """
         if arguments.shortcut is not None or self.skip is not None or self._gives_rows:
             return
-        for size in (64, 88):  # a number of its own may be built into the layer
+        known = arguments.batch_size()
+        # Two are tried, since a number of its own may be built into the layer.
+        for size in (known,) if isinstance(known, int) else (64, 88):
             sizes = [size, *[None] * 31]
             shapes = _keras.trace_sizes(self.layer, arguments.args, arguments.kwargs, sizes)
             for shape in shapes:

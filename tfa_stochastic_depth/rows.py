@@ -77,8 +77,7 @@ class Rows:
         """These rows of a tensor."""
         if self._every is True:
             return x
-        gather = _gather if x.dtype.is_floating else tf.gather_nd
-        return self._either(lambda: x, lambda: gather(x, self._places), x, self._count)
+        return self._either(lambda: x, lambda: _gather(x, self._places), x, self._count)
 
     def add(self, x, y):
         """A tensor `x` with `y` added to these rows."""
@@ -165,11 +164,10 @@ def choose_rows(seed, survival_prob, size, training, static):
     return Rows(count, size, every, places), some
 
 
-@tf.custom_gradient
 def _gather(x, places):
-    """As `tf.gather_nd`, whose own gradient is made of slices that have to be added up again."""
+    """`tf.gather(x, places[:, 0])`.
 
-    def gradient(dy):
-        return tf.scatter_nd(places, dy, tf.shape(x)), None
-
-    return tf.gather_nd(x, places), gradient
+    The gradient of that, and of `tf.gather_nd` with a matrix of places, is made of slices that may
+    overlap and have to be added up; with one axis more it is written in place.
+    """
+    return tf.squeeze(tf.gather_nd(x, places[:, tf.newaxis]), 1)
