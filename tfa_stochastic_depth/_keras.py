@@ -76,10 +76,15 @@ def is_dense(tensor):
     return isinstance(tensor.type_spec, tf.TensorSpec)
 
 
-def input_like(tensor, name):
-    """A fresh model input with the shape and dtype of a symbolic tensor."""
+def input_like(tensor, name, any_batch=False):
+    """A fresh model input with the shape and dtype of a symbolic tensor.
+
+    With `any_batch` its first axis may be of any size.
+    """
     if IS_KERAS_3 or is_dense(tensor):
-        kwargs = {"batch_shape": shape(tensor), "dtype": tensor.dtype}
+        size = shape(tensor)
+        size = (None, *size[1:]) if any_batch and size else size
+        kwargs = {"batch_shape": size, "dtype": tensor.dtype}
         if IS_KERAS_3 and tensor.sparse:
             kwargs["sparse"] = True
         return keras.Input(name=name, **kwargs)

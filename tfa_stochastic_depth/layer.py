@@ -13,7 +13,7 @@ from tfa_stochastic_depth.arguments import Arguments
 from tfa_stochastic_depth.masks import set_masks, stand_in_masks, sum_masks
 from tfa_stochastic_depth.rows import ALL, choose_rows
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
-from tfa_stochastic_depth.switch import draw_switch, run_or_skip, run_or_skip_twice
+from tfa_stochastic_depth.switch import draw_switch_by_call, run_or_skip, run_or_skip_twice
 from tfa_stochastic_depth.zeros import Specs, zeros_like_output
 
 keras = _keras.keras
@@ -297,7 +297,8 @@ class StochasticDepth(_keras.Wrapper):
 
     def _draw_switch(self, arguments, training):
         """Returns (all rows, the switch for them)."""
-        switch = draw_switch(_keras.next_seed(self._seed_state), self._survival_prob)
+        seed, p = _keras.next_seed(self._seed_state), tf.convert_to_tensor(self._survival_prob)
+        switch = draw_switch_by_call(seed, p)
         if training is not True:  # a tensor: at inference every layer runs
             switch = tf.logical_or(switch, tf.logical_not(training))
         return ALL, switch

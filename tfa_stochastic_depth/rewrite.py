@@ -189,7 +189,8 @@ class _Rewriter:
             (end,) = reading.graph.calls[site.drop].inputs
         tensors = [reading.tensors[t] for t in site.inputs]
         inputs = [
-            _keras.input_like(t, name=f"{name}_input{i or ''}") for i, t in enumerate(tensors)
+            _keras.input_like(t, f"{name}_input{i or ''}", self._has_rows(reading, site, t))
+            for i, t in enumerate(tensors)
         ]
         values = dict(zip(map(id, tensors), inputs))
         for i in sorted(region):
@@ -200,6 +201,12 @@ class _Rewriter:
             scale = keras.layers.Rescaling(site.factor, name=f"{name}_scale", dtype=dtype)
             output = scale(output)
         return keras.Model(inputs[0] if len(inputs) == 1 else inputs, output, name=name)
+
+    def _has_rows(self, reading, site, tensor):
+        """Whether the branch may be run on some rows of a tensor: its first axis is the batch."""
+        shape = _keras.shape(tensor)
+        batch = _keras.shape(reading.tensors[site.shortcut])
+        return self._options["mode"] == "row" and shape and batch and shape[0] == batch[0]
 
 
 @dataclasses.dataclass(frozen=True)

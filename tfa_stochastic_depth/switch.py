@@ -27,6 +27,11 @@ def draw_switch(seed, survival_prob):
     return u < survival_prob
 
 
+# Traced once for all blocks: making these operations anew for each of them takes a good part of the
+# time until the first step of a deep model.
+draw_switch_by_call = tf.function(draw_switch, autograph=False)
+
+
 def run_or_skip(switch, run, skip):
     """`run()` where the switch is on and `skip(...)` where it is off; the other is not computed.
 
