@@ -254,9 +254,7 @@ class StochasticDepth(_keras.Wrapper):
         if mask is not None and _keras.accepts(self.layer, "mask"):
             kwargs["mask"] = mask
         stand_in, own_mask = (inputs, mask) if shortcut is None else (shortcut, None)
-        arguments = Arguments(
-            (inputs, *args), kwargs, self._shortcut(shortcut), stand_in, own_mask
-        )
+        arguments = Arguments((inputs, *args), kwargs, self._shortcut(shortcut), stand_in, own_mask)
         training = _static(training)
         if training is False:
             outputs, masks = self._kept(arguments, training)
