@@ -23,7 +23,7 @@ import numpy as np
 try:
     import tensorflow as tf
     from tensorflow.python.framework import op_def_registry
-    from tensorflow.python.ops import control_flow_util
+    from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 except ImportError as error:
     raise ImportError(
         "tfa_stochastic_depth needs TensorFlow 2.15 or newer: "
@@ -928,6 +928,13 @@ def compiles_with_xla():
     graph = tf.compat.v1.get_default_graph()
     in_graph = not tf.executing_eagerly()
     return in_graph and control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def in_control_flow():
+    """Whether what is being traced is a side of a conditional, or the body of a loop."""
+    graph = tf.compat.v1.get_default_graph()
+    kinds = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
+    return isinstance(graph, tuple(getattr(control_flow_v2_func_graphs, kind) for kind in kinds))
 
 
 def declared_shapes(layer):

@@ -71,9 +71,9 @@ class Arguments:
                 )
         return self._mapped(batched, rows.take, rows.take)
 
-    def lose_masks(self, copy):
-        """Takes the masks away from tensors whose copies have lost them."""
-        for x, y in copy._origins:
+    def lose_masks(self, taken):
+        """Takes the masks away from tensors whose rows have lost them."""
+        for x, y in taken._origins if taken is not self else ():
             if _keras.mask_of(y) is None:
                 _keras.clear_mask(x)
 

@@ -333,7 +333,9 @@ class StochasticDepth(_keras.Wrapper):
             results, losses = run_again()
             return results, losses, skip_again(results)
 
-        if not _keras.can_repeat(both):
+        # TensorFlow takes the gradient of an outer conditional or loop from its graph, in which one
+        # that brings in variables of its own has no place.
+        if _keras.in_control_flow() or not _keras.can_repeat(both):
             return run_or_skip(switch, *sides)
         sources = [x for x in arguments.tensors() if x.dtype.is_floating]
         sources += _keras.trainable_variables(parts)
