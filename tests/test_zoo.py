@@ -125,7 +125,7 @@ MOBILENET_V3_SMALL = [
     *[(16, 1, 2), (24, 1, 2), (24, 1, 1), (40, 1, 2), (40, 1, 1), (40, 1, 1), (48, 1, 1)],
     *[(48, 1, 1), (96, 1, 2), (96, 1, 1), (96, 1, 1)],
 ]
-# arXiv 1905.11946, table 1
+# arXiv 1905.11946, table 1, in which the sizes of the images tell the strides
 EFFICIENTNET = [
     (16, 1, 1),
     (24, 2, 2),
@@ -135,7 +135,8 @@ EFFICIENTNET = [
     (192, 4, 2),
     (320, 1, 1),
 ]
-# arXiv 2104.00298, table 4, and the authors' code for the other sizes
+# arXiv 2104.00298, table 4, for S. It has no table of the others: their numbers are those of
+# DEFAULT_BLOCKS_ARGS of `keras.applications`.
 EFFICIENTNET_V2_B = [(16, 1, 1), (32, 2, 2), (48, 2, 2), (96, 3, 2), (112, 5, 1), (192, 8, 2)]
 EFFICIENTNET_V2_S = [(24, 2, 1), (48, 4, 2), (64, 4, 2), (128, 6, 2), (160, 9, 1), (256, 15, 2)]
 EFFICIENTNET_V2_M = [
@@ -190,7 +191,8 @@ ZOO = {
 }
 if not KERAS_3:
     ZOO |= {
-        # arXiv 2003.13678, tables 5 and 6 and the authors' list of models
+        # arXiv 2003.13678, the diagrams in figures 15 (X) and 16 (Y); the same as MODEL_CONFIGS of
+        # `keras.applications`
         "RegNetX002": stages(1, 1, 4, 7),
         "RegNetX004": stages(1, 2, 7, 12),
         "RegNetX006": stages(1, 3, 5, 7),
@@ -215,7 +217,7 @@ if not KERAS_3:
         "RegNetY120": stages(2, 5, 11, 1),
         "RegNetY160": stages(2, 4, 11, 1),
         "RegNetY320": stages(2, 5, 12, 1),
-        # arXiv 2103.07579, the table of block allocations
+        # arXiv 2103.07579; the numbers are those of BLOCK_ARGS of `keras.applications`
         "ResNetRS50": stages(3, 4, 6, 3),
         "ResNetRS101": stages(3, 4, 23, 3),
         "ResNetRS152": stages(3, 8, 36, 3),
@@ -234,11 +236,13 @@ class Family:
         networks: What the names of the networks look like.
         sums: What the names of the sums look like.
         shortcut: Which of the two inputs of a sum is the shortcut.
+        always: Whether the first of them is wrapped and run every time, and not just by `make zoo`.
     """
 
     networks: str
     sums: str
     shortcut: int
+    always: bool = True
 
 
 UNNAMED = r"(tf\.__operators__\.)?add(_\d+)?"
@@ -247,7 +251,7 @@ FAMILIES = [
     Family(r"ResNet\d+V2", r"conv\d_block\d+_out", 0),
     Family(r"Xception", UNNAMED, 1),
     Family(r"InceptionResNetV2", r"custom_scale_layer(_\d+)?", 0),
-    Family(r"NASNet\w+", r"normal_add_5_\d+", 1),
+    Family(r"NASNet\w+", r"normal_add_5_\d+", 1, always=False),
     Family(r"MobileNetV2", r"block_\d+_add", 0),
     Family(r"MobileNetV3\w+", r"expanded_conv_\d+[_/][Aa]dd", 0),
     Family(r"EfficientNetB\d", r"block\d[a-z]_add", 1),
@@ -269,8 +273,10 @@ def to_wrap():
     with_blocks = [name for name, row in ZOO.items() if row.blocks]
     if os.environ.get("TFSD_ZOO") == "all":
         return with_blocks
-    first = {family_of(name): name for name in reversed(with_blocks)}
-    return [name for name in with_blocks if name in first.values()]
+    first = {}
+    for name in with_blocks:
+        first.setdefault(family_of(name), name)
+    return [name for family, name in first.items() if family.always]
 
 
 WRAPPED = to_wrap()
