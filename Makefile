@@ -5,6 +5,7 @@
 #   make test-keras2    the tests on TensorFlow 2.15 with tensorflow-addons     (leg keras2)
 #   make test-legacy    the tests on the newest TensorFlow with tf_keras        (leg legacy)
 #   make test-all       the three of them
+#   make zoo            every network of keras.applications wrapped and run, on both: most of an hour
 #   make lint           ruff check and ruff format --check
 #   make clean          remove the environments and caches
 #
@@ -12,7 +13,7 @@
 # first when an environment of another TensorFlow is already there.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-keras2 test-legacy test-all lint clean
+.PHONY: help demo test test-keras2 test-legacy test-all zoo lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -62,15 +63,21 @@ test-keras2: $(VENV_KERAS2)/test.stamp
 test-legacy: $(VENV)/test.stamp
 	TFSD_LEG=legacy TF_USE_LEGACY_KERAS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
+test-all: LEGS := test test-keras2 test-legacy
+zoo: LEGS := test test-keras2
+# One process: the largest networks take several GB.
+zoo: export PYTEST_ARGS := tests/test_zoo.py
+zoo: export TFSD_ZOO := all
+
 # A leg that fails does not keep the next from running; any failure is a failure of the whole.
-test-all:
+test-all zoo:
 	@failed=; \
-	for leg in test test-keras2 test-legacy; do \
+	for leg in $(LEGS); do \
 	  echo "== make $$leg"; \
 	  $(MAKE) --no-print-directory $$leg || failed="$$failed $$leg"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; \
-	echo "every leg passed: keras3, keras2, legacy"
+	echo "every leg passed: $(LEGS)"
 
 lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff check .
