@@ -19,9 +19,12 @@ Trace time is that of the first training step, which traces, optimizes and runs 
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import resource
+import statistics
+import subprocess
 import sys
 import time
 
@@ -29,6 +32,12 @@ import tensorflow as tf
 
 from models import CASES, CHAIN
 from variants import Setting
+
+# What is measured: for each model its variants, `plain` among them.
+PLANS = {
+    "memory": {"transformer": ("plain", "batch 0.5", "batch 0", "row 0.5")},
+    "trace": {"resnet110": ("plain", "batch 1 to 0.5"), "chain": ("plain", "batch 0.5")},
+}
 
 STATUS, MARK = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
 
@@ -74,6 +83,43 @@ def trace(case, name, quick):
     built = time.perf_counter()
     variant.step().numpy()
     return {"build": built - start, "first_step": time.perf_counter() - built}
+
+
+def in_process(what, model, variant, quick):
+    """What `alone.py` measures."""
+    command = [sys.executable, __file__, what, model, variant]
+    # Fixed, so that every tensor above 128 KB goes back to the system when it is freed.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(
+        command + ["--quick"] * quick, env=env, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_processes(what, model, repeats, quick):
+    """Runs each variant of a plan in processes of its own, by turns.
+
+    Returns:
+        Name -> list of results.
+    """
+    results = {name: [] for name in PLANS[what][model]}
+    for _ in range(repeats):
+        for name in results:
+            results[name].append(in_process(what, model, name, quick))
+    return results
+
+
+def print_processes(what, model, results):
+    """Prints medians of what was measured in processes, as shares of plain."""
+    unit = "MB" if what == "memory" else "first_step"
+    print(f"\n{what}, {model}, in processes of their own; {unit}: median, least and most")
+    plain = statistics.median(run[unit] for run in results["plain"])
+    for name, runs in results.items():
+        values = [run[unit] for run in runs]
+        median = statistics.median(values)
+        more = f"executed at most {runs[0]['executed']:.3f}" if "executed" in runs[0] else ""
+        spread = f"{min(values):.2f} {max(values):.2f}"
+        print(f"{name:22}{median:10.2f}{spread:>20}{median / plain:8.3f} of plain  {more}")
 
 
 def main(argv=None):

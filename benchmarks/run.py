@@ -37,21 +37,17 @@ import json
 import os
 import pathlib
 import platform
-import statistics
-import subprocess
-import sys
 
 import numpy as np
 import tensorflow as tf
 
+from alone import PLANS, in_processes, print_processes
+from masks import NotHere
 from measure import fit, interleave, summary
 from models import CASES
-from variants import DTYPES, EXECUTIONS, NotHere, Setting
+from variants import DTYPES, EXECUTIONS, Setting
 
-HERE = pathlib.Path(__file__).resolve().parent
 SECTIONS = ("steps", "memory", "trace")
-MEMORY = {"transformer": ("plain", "batch 0.5", "batch 0", "row 0.5")}
-TRACE = {"resnet110": ("plain", "batch 1 to 0.5"), "chain": ("plain", "batch 0.5")}
 ROW = "{:22}{:>9}{:>8}{:>8}{:>8}{:>8}{:>16}{:>10}"
 
 
@@ -104,39 +100,6 @@ def print_steps(title, result):
         print(f"batch: {dropped:.3f} of plain + {slope:.3f} * executed", flush=True)
 
 
-def in_own_process(what, model, variant, quick):
-    """What `alone.py` measures."""
-    command = [sys.executable, str(HERE / "alone.py"), what, model, variant]
-    # Fixed, so that every tensor above 128 KB goes back to the system when it is freed.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(
-        command + ["--quick"] * quick, env=env, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure_alone(what, model, variants, repeats, quick):
-    """Runs each variant in processes of its own, by turns. Returns name -> list of results."""
-    results = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name in variants:
-            results[name].append(in_own_process(what, model, name, quick))
-    return results
-
-
-def print_alone(what, model, results):
-    """Prints medians of what was measured in processes, as shares of plain."""
-    unit = "MB" if what == "memory" else "first_step"
-    print(f"\n{what}, {model}, in processes of their own; {unit}: median, least and most")
-    plain = statistics.median(run[unit] for run in results["plain"])
-    for name, runs in results.items():
-        values = [run[unit] for run in runs]
-        median = statistics.median(values)
-        more = f"executed at most {runs[0]['executed']:.3f}" if "executed" in runs[0] else ""
-        spread = f"{min(values):.2f} {max(values):.2f}"
-        print(f"{name:22}{median:10.2f}{spread:>20}{median / plain:8.3f} of plain  {more}")
-
-
 def parse_args(argv=None):
     """Reads the command line."""
     known = (SECTIONS, tuple(CASES), EXECUTIONS, DTYPES)
@@ -177,15 +140,13 @@ def main(argv=None):
         setting = Setting(CASES[what[0]], *what[1:], quick=args.quick)
         results["steps"][title] = measure_steps(setting, args.turns)
         print_steps(title, results["steps"][title])
-    for section, plan in (("memory", MEMORY), ("trace", TRACE)):
-        if section not in args.sections:
-            continue
+    for section in PLANS.keys() & args.sections:
         results[section] = {}
-        for model in plan:
+        for model in PLANS[section]:
             if model in (*args.models, "chain"):
-                found = measure_alone(section, model, plan[model], args.repeats, args.quick)
+                found = in_processes(section, model, args.repeats, args.quick)
                 results[section][model] = found
-                print_alone(section, model, found)
+                print_processes(section, model, found)
     write(results, args)
     return results
 

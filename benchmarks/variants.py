@@ -10,84 +10,16 @@ import functools
 import numpy as np
 import tensorflow as tf
 
+from masks import MaskedSum, NotHere, tfa_layer
 from models import add
+from switches import Switches
 from tfa_stochastic_depth import constant, find_residuals, wrap_residuals
-from tfa_stochastic_depth.layer import draw_switch, stochastic_depth_layers
 
 keras = tf.keras
 
 EXECUTIONS = ("graph", "xla")
 DTYPES = ("float32", "mixed_bfloat16")
 EXACT = {"1": constant(1.0), "0": constant(0.0)}
-
-
-class NotHere(Exception):
-    """A variant that cannot run, with the reason."""
-
-
-class MaskedSum(keras.layers.Layer):
-    """`shortcut + mask * branch` in training: the branch is always computed (KerasCV, TFA).
-
-    Args:
-        survival_prob: Probability of a mask of 1.
-        per_sample: Whether each sample has a mask of its own.
-    """
-
-    def __init__(self, survival_prob, per_sample=False, **kwargs):
-        super().__init__(**kwargs)
-        self.survival_prob = survival_prob
-        self.per_sample = per_sample
-
-    def call(self, tensors, training=None):
-        shortcut, branch = tensors
-        if not training:
-            return shortcut + self.survival_prob * branch
-        count = tf.shape(branch)[0] if self.per_sample else 1
-        mask = tf.random.uniform([count] + [1] * (len(branch.shape) - 1)) < self.survival_prob
-        return shortcut + tf.cast(mask, branch.dtype) * branch
-
-    def compute_output_shape(self, shapes):
-        return shapes[0]
-
-
-class Switches:
-    """The switches of a model's `StochasticDepth` layers, known without drawing any.
-
-    A layer's next switch follows from its weight `seed_state`, which moves on with each step.
-
-    Args:
-        model: The model.
-        costs: Multiply-adds of each branch, in the order of the blocks.
-    """
-
-    def __init__(self, model, costs):
-        layers = stochastic_depth_layers(model)
-        self._states = [
-            next(w for w in layer.non_trainable_weights if "seed_state" in w.name)
-            for layer in layers
-        ]
-        self._probs = np.array([layer.survival_prob for layer in layers], "float32")
-        self._shares = np.array(costs) / sum(costs)
-        self._seeds = []
-
-    def record(self):
-        """Notes the seeds of the step about to be run."""
-        self._seeds.append([state.numpy() for state in self._states])
-
-    def drawn(self):
-        """The switches of the steps noted, bools `(step, block)`."""
-        seeds = tf.constant(np.reshape(self._seeds, (-1, 2)))
-        drawn = _draw(seeds, tf.tile(self._probs, [len(self._seeds)]))
-        return drawn.numpy().reshape(len(self._seeds), -1)
-
-    def executed(self):
-        """The executed share of each step noted."""
-        return self.drawn() @ self._shares
-
-
-@tf.function(reduce_retracing=True)
-def _draw(seeds, probs):
-    return tf.map_fn(lambda pair: draw_switch(*pair), (seeds, probs), fn_output_signature=tf.bool)
 
 
 class Variant:
@@ -214,7 +146,7 @@ class Setting:
     def _merging(self, kind, blocks):
         """A `merge` function that takes the survival probabilities of `blocks` one by one."""
         if kind == "tfa":
-            layer = _tfa_layer()
+            layer = tfa_layer()
         else:
             layer = functools.partial(MaskedSum, per_sample=kind == "mask/sample")
         probs = iter([block.survival_prob for block in blocks])
@@ -258,11 +190,3 @@ class _policy:
 
     def __exit__(self, *_):
         keras.mixed_precision.set_global_policy(self._before)
-
-
-def _tfa_layer():
-    try:
-        from tensorflow_addons.layers import StochasticDepth
-    except ImportError:
-        raise NotHere("tensorflow-addons is not installed") from None
-    return StochasticDepth

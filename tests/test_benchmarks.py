@@ -1,4 +1,4 @@
-"""The benchmarks run, at settings as small as they allow. No test here asks how fast anything is."""
+"""The benchmarks run, at settings as small as they allow. No test asks how fast anything is."""
 
 import importlib
 import json
