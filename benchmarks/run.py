@@ -140,7 +140,7 @@ def main(argv=None):
         setting = Setting(CASES[what[0]], *what[1:], quick=args.quick)
         results["steps"][title] = measure_steps(setting, args.turns)
         print_steps(title, results["steps"][title])
-    for section in PLANS.keys() & args.sections:
+    for section in filter(PLANS.get, args.sections):
         results[section] = {}
         for model in PLANS[section]:
             if model in (*args.models, "chain"):

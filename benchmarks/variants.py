@@ -135,12 +135,7 @@ class Setting:
     def _row(self, label):
         blocks, size = self._blocks(label), self.batch_size
         executed = sum(round(b.survival_prob * size) / size * b.macs for b in blocks)
-        try:
-            model = self._wrap(label, mode="row")
-        except ValueError as error:
-            if "not in this version" not in str(error):
-                raise
-            raise NotHere("rows are not in this version") from None
+        model = self._wrap(label, mode="row")
         return self._variant(model, executed / sum(b.macs for b in blocks))
 
     def _merging(self, kind, blocks):
