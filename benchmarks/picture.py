@@ -22,6 +22,7 @@ COLORS = {
     "ours": "#3b76af",
 }
 MARK = {"color": "black", "markeredgecolor": "white", "markersize": 6, "zorder": 3}
+NUMBERS = {"va": "center", "fontsize": 8}
 
 
 def draw_panel(axis, title, variants):
@@ -31,14 +32,14 @@ def draw_panel(axis, title, variants):
     for place, (name, row) in enumerate(zip(names, rows)):
         color = COLORS[name.partition(" ")[0]]
         axis.barh(place, row["fit"], 0.72, color=color, xerr=row["error"], ecolor="#333333")
-        end = max(row["fit"] + row["error"], row["executed"])
-        axis.text(end + 0.03, place, f"{row['fit']:.2f}", va="center", fontsize=8)
+        numbers = f"{row['fit']:.2f}  ({row['executed']:.2f})"
+        axis.text(1.01, place, numbers, transform=axis.get_yaxis_transform(), **NUMBERS)
     executed = [row["executed"] for row in rows]
     axis.plot(executed, range(len(rows)), "D", clip_on=False, **MARK)
     axis.axvline(1, color=COLORS["plain"], linewidth=1, linestyle="--", zorder=0)
     axis.set_yticks(range(len(names)), names, fontsize=9)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(1.3, 0.2 + max(row["fit"] + row["error"] for row in rows)))
+    axis.set_xlim(0, max(1.25, 0.05 + max(row["fit"] + row["error"] for row in rows)))
     axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -62,8 +63,8 @@ def draw(results, path):
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(
-        "Time of a step / time of the plain model's step (bars, with standard error);\n"
-        "share of the branches' multiply-adds that was executed (diamonds)"
+        "Time of a step / time of the plain model's step: bars, with standard error\n"
+        "Share of the branches' multiply-adds that was executed: diamonds, (in brackets)"
         f"\nTensorFlow {results['tensorflow']}, {results['machine']}",
         fontsize=11,
     )

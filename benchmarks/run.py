@@ -142,7 +142,8 @@ def main(argv=None):
         print_steps(title, results["steps"][title])
     for section in filter(PLANS.get, args.sections):
         results[section] = {}
-        for model in PLANS[section]:
+        plan = list(PLANS[section])[-1:] if args.quick else PLANS[section]
+        for model in plan:
             if model in (*args.models, "chain"):
                 found = in_processes(section, model, args.repeats, args.quick)
                 results[section][model] = found
