@@ -1,6 +1,7 @@
 # Every target below is complete on a machine with Python and make: it makes its own environment first.
 #
 #   make demo           train a ResNet plain and with stochastic depth, side by side, and export it
+#   make bench          measure steps, memory and tracing (an hour or two, on an idle machine)
 #   make test           the tests on the newest TensorFlow with its Keras 3     (leg keras3)
 #   make test-keras2    the tests on TensorFlow 2.15 with tensorflow-addons     (leg keras2)
 #   make test-legacy    the tests on the newest TensorFlow with tf_keras        (leg legacy)
@@ -9,11 +10,11 @@
 #   make lint           ruff check and ruff format --check
 #   make clean          remove the environments and caches
 #
-# To change: PYTHON, PYTHON_KERAS2, TENSORFLOW, TENSORFLOW_KERAS2, PYTEST_ARGS, DEMO_ARGS. Run `make clean`
-# first when an environment of another TensorFlow is already there.
+# To change: PYTHON, PYTHON_KERAS2, TENSORFLOW, TENSORFLOW_KERAS2, PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS. Run
+# `make clean` first when an environment of another TensorFlow is already there.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-keras2 test-legacy test-all zoo lint clean
+.PHONY: help demo bench test test-keras2 test-legacy test-all zoo lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -30,6 +31,7 @@ HUB_NEEDS := absl-py kagglehub kagglesdk==0.1.28 packaging regex rich sentencepi
 
 PYTEST_ARGS ?= -n 2 tests
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 # A command of the right name may still not run (a version manager's placeholder) or lack the module
 # that fills a new environment with pip (some distributions package it apart), so each is tried.
@@ -53,6 +55,9 @@ help:
 
 demo: $(VENV)/demo.stamp
 	$(VENV)/bin/python tutorials/digits_resnet.py $(DEMO_ARGS)
+
+bench: $(VENV)/bench.stamp
+	$(VENV)/bin/python benchmarks/run.py --json bench-output/results.json --png bench-output/results.png $(BENCH_ARGS)
 
 test: $(VENV)/test.stamp
 	TFSD_LEG=keras3 TF_USE_LEGACY_KERAS=0 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
@@ -84,8 +89,8 @@ lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV_KERAS2) build *.egg-info .pytest_cache .ruff_cache .hypothesis demo-output
-	find tfa_stochastic_depth tests tutorials -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(VENV_KERAS2) build *.egg-info .pytest_cache .ruff_cache .hypothesis demo-output bench-output
+	find tfa_stochastic_depth tests tutorials benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- environments: one stamp file for each set of things installed -------------------------------
 
@@ -101,6 +106,10 @@ $(VENV)/tensorflow.stamp: $(VENV)/made.stamp pyproject.toml
 
 $(VENV)/demo.stamp: $(VENV)/tensorflow.stamp
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/tensorflow.stamp
+	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
 # Both legs of this environment meet models of the other's Keras, so both need tf_keras. It must be

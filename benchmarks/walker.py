@@ -11,37 +11,10 @@ import statistics
 import sys
 
 import tensorflow as tf
-from wrapping import timed
 
+from models import chain, cifar_resnet
 from tfa_stochastic_depth import find_residuals, wrap_residuals
-
-L = tf.keras.layers
-
-
-def chain(blocks):
-    """A row of residual blocks of one dense layer each."""
-    x = inputs = tf.keras.Input((2,))
-    for _ in range(blocks):
-        x = L.Add()([x, L.Dense(2)(x)])
-    return tf.keras.Model(inputs, x)
-
-
-def cifar_resnet(depth, width=1):
-    """The CIFAR ResNet of 6n + 2 layers."""
-
-    def conv_norm(x, filters, strides=1, size=3):
-        x = L.Conv2D(filters, size, strides, "same", use_bias=False)(x)
-        return L.BatchNormalization()(x)
-
-    inputs = tf.keras.Input((32, 32, 3))
-    x = L.ReLU()(conv_norm(inputs, width))
-    for stage in range(3):
-        for block in range((depth - 2) // 6):
-            filters, strides = width * 2**stage, 2 if stage and not block else 1
-            shortcut = conv_norm(x, filters, strides, 1) if strides == 2 else x
-            y = L.ReLU()(conv_norm(x, filters, strides))
-            x = L.ReLU()(L.Add()([shortcut, conv_norm(y, filters)]))
-    return tf.keras.Model(inputs, L.Dense(10)(L.GlobalAveragePooling2D()(x)))
+from wrapping import timed
 
 
 def main():
@@ -59,7 +32,7 @@ def main():
         median = statistics.median(times)
         print(f"{blocks:6}  {median:18.2f}  {1000 * median / blocks:20.2f}")
         tf.keras.backend.clear_session()
-    built, model = timed(cifar_resnet, 1202)
+    built, model = timed(cifar_resnet, depth=1202, width=1)
     wrapped, _ = timed(wrap_residuals, model, 0.5)
     print(f"ResNet-1202: built in {built:.1f} s, its 600 blocks wrapped in {wrapped:.1f} s")
 

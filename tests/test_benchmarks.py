@@ -1,0 +1,112 @@
+"""The benchmarks run, at settings as small as they allow. No test asks how fast anything is."""
+
+import importlib
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from tfa_stochastic_depth import find_residuals
+from tfa_stochastic_depth.layer import stochastic_depth_layers
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Imports a file of benchmarks/ as its neighbours do."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [number for part in value for number in numbers(part)]
+    return [value]
+
+
+def test_a_run_writes_every_variant_with_finite_numbers(bench, tmp_path, capsys):
+    path = tmp_path / "new" / "results.json"
+    picture = path.with_suffix(".png")
+    options = "--quick --turns 3 --only convnext graph float32 --json".split()
+    bench("run").main([*options, str(path), "--png", str(picture)])
+    (panel,) = json.loads(path.read_text())["steps"].values()
+    variants, skipped = panel["variants"], panel["skipped"]
+    assert {*variants, *skipped} == {
+        *("plain", "mask 0.5", "mask/sample 0.5", "tfa 0.5"),
+        *("batch 0.5", "batch 1", "batch 0", "row 0.5"),
+        *("plain predict", "ours predict 0.5"),
+    }
+    assert all(math.isfinite(number) for number in numbers([variants, panel["line"]]))
+    executed = {name: row["executed"] for name, row in variants.items()}
+    assert executed["plain"] == executed["mask 0.5"] == executed["batch 1"] == 1
+    assert (executed["batch 0"], executed["row 0.5"]) == (0, 0.5)
+    assert variants["plain"]["fit"] == variants["plain predict"]["mean"] == 1
+    assert panel["branches"] == 1
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in variants)
+    assert all(reason in printed for reason in skipped.values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_switches_noted_are_those_that_the_steps_drew(bench):
+    models, variants = bench("models"), bench("variants")
+    case = models.Case(models.chain, {"blocks": 5}, {"blocks": 5}, 4, models.HALF)
+    variant = variants.Setting(case, quick=True).make("batch 0.5")
+    layers = stochastic_depth_layers(variant.model)
+    biases = [layer.layer.trainable_weights[-1] for layer in layers]
+    drawn = []
+    for _ in range(6):
+        variant.before_step()
+        before = [bias.numpy() for bias in biases]
+        variant.step()
+        # A branch that was dropped has a gradient of exactly zero.
+        drawn.append([(bias.numpy() != old).any() for bias, old in zip(biases, before)])
+    assert variant.executed() == pytest.approx(np.mean(drawn, axis=1))
+    assert 0 < np.mean(drawn) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "depth"), [("convolutions", 11, 5.5), ("resnet110", 54, 40.25)]
+)
+def test_models_have_the_blocks_that_they_claim(bench, name, blocks, depth):
+    case = bench("models").CASES[name]
+    found = find_residuals(case.build(quick=False), case.rules[case.main])
+    assert (len(found.blocks), found.expected_depth) == (blocks, pytest.approx(depth))
+    assert not found.refusals
+
+
+def test_the_fit_finds_the_line_under_disturbed_turns(bench):
+    rng = np.random.default_rng(0)
+    executed = rng.choice([0.25, 0.5, 0.75], 60)
+    ratios = 0.1 + 0.9 * executed + rng.normal(0, 0.01, 60)
+    ratios[::10] += 5
+    intercept, slope = bench("measure").fit(executed, ratios)
+    assert intercept == pytest.approx(0.1, abs=0.03)
+    assert slope == pytest.approx(0.9, abs=0.05)
+    fitted, error = bench("measure").fit_at_mean(executed, ratios)
+    assert fitted == pytest.approx(0.1 + 0.9 * executed.mean(), abs=0.01)
+    assert error < 0.02
+
+
+def test_the_fit_of_equal_steps_is_a_trimmed_mean(bench):
+    ratios = np.array([1.0, 1.1, 0.9, 1.0, 1.0, 9.0])
+    assert bench("measure").fit(np.ones(6), ratios) == (pytest.approx(1.0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "models", "dtypes"),
+    [
+        ([], 3, 4, 2),
+        (["memory"], 1, 4, 2),
+        (["transformer", "float32"], 1, 1, 1),
+        (["resnet110"], 3, 1, 2),
+    ],
+)
+def test_only_chooses(bench, words, sections, models, dtypes):
+    args = bench("run").parse_args(["--only", *words] if words else [])
+    assert (len(args.sections), len(args.models), len(args.dtypes)) == (sections, models, dtypes)
