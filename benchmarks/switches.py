@@ -3,7 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
-from tfa_stochastic_depth.layer import draw_switch, stochastic_depth_layers
+from tfa_stochastic_depth.layer import stochastic_depth_layers
+from tfa_stochastic_depth.switch import draw_switch
 
 
 class Switches:

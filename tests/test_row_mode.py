@@ -138,7 +138,8 @@ def test_only_kept_rows_are_computed(p, rows, how):
     for step in (1, 2):
         run(tf.ones((10, 2)))
         assert int(counter.rows) == step * rows
-        assert float(counter.ran) == step * bool(rows)
+        if how in (HOW["eager"], HOW["jit"], HOW["jit, any batch"]):  # they know that it is 0
+            assert float(counter.ran) == step * bool(rows)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])

@@ -961,6 +961,23 @@ def trainable_variables(layers):
     return [getattr(w, "_variable", w) for w in found.values()]  # of an AutoCastVariable
 
 
+def remember_state(layer):
+    """Remembers the variables of a layer that are not trained.
+
+    Returns:
+        A function that gives them their values back, unless a bool tensor is true.
+    """
+    variables = layer.variables if IS_KERAS_3 else layer.weights
+    state = [v for v in variables if not v.trainable and tf.as_dtype(v.dtype) != tf.string]
+    state = [(v, tf.identity(tf.convert_to_tensor(v))) for v in state]
+
+    def undo(unless):
+        for v, value in state:
+            v.assign(tf.where(unless, tf.convert_to_tensor(v), value))
+
+    return undo
+
+
 def remember(layers):
     """Lets functions that call layers be run again as if for the first time.
 

@@ -286,7 +286,9 @@ class StochasticDepth(_keras.Wrapper):
             return self._dropped(arguments, training, kept)
 
         sides = [lambda: run(arguments), lambda kept: skip(arguments, kept)]
-        if _keras.compiles_with_xla() and tf.is_tensor(switch):
+        if self.mode == "row" and tf.is_tensor(switch):
+            results, losses = self._run_on_rows(switch, sides[0])
+        elif _keras.compiles_with_xla() and tf.is_tensor(switch):
             results, losses = self._run_or_skip_by_xla(switch, sides, run, skip, arguments)
         else:
             results, losses = run_or_skip(switch, *sides)
@@ -316,6 +318,18 @@ class StochasticDepth(_keras.Wrapper):
         known = by_xla or tf.executing_eagerly()
         p = self.survival_prob if known else tf.convert_to_tensor(self._survival_prob)
         return choose_rows(seed, p, size, training, static=by_xla)
+
+    def _run_on_rows(self, some, run):
+        """Runs the layer on rows of which it may turn out in a run that there are none.
+
+        A conditional around it would take memory: for its gradient TensorFlow keeps tensors of which
+        only the shape is needed, and their number of rows is not known before. Without rows the
+        layer computes nothing, and what it makes of that in its state and losses is undone.
+        """
+        undo = _keras.remember_state(self.layer)
+        results, losses = run()
+        undo(unless=some)
+        return results, [tf.where(some, loss, tf.zeros_like(loss)) for loss in losses]
 
     def _run_or_skip_by_xla(self, switch, sides, run, skip, arguments):
         parts = [x for x in (self.layer, self.skip) if isinstance(x, keras.layers.Layer)]

@@ -165,9 +165,22 @@ def choose_rows(seed, survival_prob, size, training, static):
 
 
 def _gather(x, places):
-    """`tf.gather(x, places[:, 0])`.
+    """The rows of `x` at these places."""
+    if not x.dtype.is_floating:
+        return tf.gather_nd(x, places)
+    # Made here, in the graph of the side of a conditional where this may be.
+    return _gather_floating(x, tf.identity(places), tf.shape(x))
 
-    The gradient of that, and of `tf.gather_nd` with a matrix of places, is made of slices that may
-    overlap and have to be added up; with one axis more it is written in place.
+
+@tf.custom_gradient
+def _gather_floating(x, places, shape):
+    """As `tf.gather_nd`, but for the gradient.
+
+    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place, and
+    keeps nothing of `x` until then.
     """
-    return tf.squeeze(tf.gather_nd(x, places[:, tf.newaxis]), 1)
+
+    def gradient(dy):
+        return tf.scatter_nd(places, dy, shape), None, None
+
+    return tf.gather_nd(x, places), gradient
