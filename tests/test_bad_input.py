@@ -87,9 +87,13 @@ def test_layer_that_is_no_layer(layer, received):
 @pytest.mark.parametrize(
     ("option", "value", "error", "expected"),
     [
-        ("mode", "row", ValueError, '`mode="row"` (each sample on its own) is not in this version'),
-        ("mode", "sample", ValueError, "`mode` must be \"batch\". Received: 'sample'."),
-        ("mode", None, ValueError, '`mode` must be "batch". Received: None.'),
+        ("mode", "sample", ValueError, "(each sample on its own). Received: 'sample'."),
+        (
+            "mode",
+            None,
+            ValueError,
+            '`mode` must be "batch" (one switch for the whole batch) or "row"',
+        ),
         ("rescale", "train", ValueError, '"inference" or "training". Received: \'train\'.'),
         ("rescale", None, ValueError, '`rescale` must be "inference" or "training". Received: N'),
         ("rescale", True, ValueError, '`rescale` must be "inference" or "training". Received: T'),
@@ -106,11 +110,6 @@ def test_layer_that_is_no_layer(layer, received):
 def test_options(option, value, error, expected):
     with pytest.raises(error, match=has(expected)):
         StochasticDepth(dense(), **{option: value})
-
-
-def test_mode_row_says_what_to_use():
-    with pytest.raises(ValueError, match=has("not in this version", 'Use mode="batch"')):
-        StochasticDepth(dense(), mode="row")
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, np.int64(7)])

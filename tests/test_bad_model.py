@@ -328,12 +328,11 @@ def test_block_layers_that_is_a_layer_instead_of_its_class():
     ("options", "kind", "text"),
     [
         (
-            {"mode": "row"},
+            {"mode": "sample"},
             ValueError,
-            '`mode="row"` (each sample on its own) is not in this version. Use mode="batch": one '
-            "switch per step for the whole batch, as in the paper.",
+            '`mode` must be "batch" (one switch for the whole batch) or "row" (each sample on its '
+            "own). Received: 'sample'.",
         ),
-        ({"mode": "sample"}, ValueError, "`mode` must be \"batch\". Received: 'sample'."),
         (
             {"rescale": "both"},
             ValueError,
@@ -353,7 +352,7 @@ def test_options_of_the_layer(options, kind, text):
 def test_a_bad_argument_leaves_the_model_alone():
     small = model()
     config = small.to_json()
-    for bad in ({"survival_prob": [0.5]}, {"where": 3}, {"nested": None}, {"mode": "row"}):
+    for bad in ({"survival_prob": [0.5]}, {"where": 3}, {"nested": None}, {"mode": "rows"}):
         with pytest.raises((TypeError, ValueError)):
             wrap_residuals(small, **bad)
     assert small.to_json() == config

@@ -11,6 +11,8 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 keras = tf.keras
 L = keras.layers
@@ -558,3 +560,91 @@ def test_vocabularies_are_read_from_and_written_to_a_folder(tmp_path):
     adapted.save_assets(str(tmp_path))
     other.load_assets(str(tmp_path))
     assert other.get_vocabulary() == adapted.get_vocabulary() == ["[UNK]", "b", "a"]
+
+
+# ------------------------------------------------------------------ what XLA is handed
+
+
+def test_a_function_knows_that_xla_will_compile_it():
+    found = {}
+
+    def run(x, name):
+        graph = tf.compat.v1.get_default_graph()
+        found[name] = control_flow_util.GraphOrParentsInXlaContext(graph)
+        inner = tf.cond(x > 0, lambda: _graph(found, f"{name}, inside"), lambda: x)
+        return x + inner
+
+    for compiled in (False, True):
+        tf.function(run, jit_compile=compiled)(tf.constant(1.0), f"compiled: {compiled}")
+    assert found == {
+        "compiled: False": False,
+        "compiled: False, inside": False,
+        "compiled: True": True,
+        "compiled: True, inside": True,
+    }
+
+
+def _graph(found, name):
+    graph = tf.compat.v1.get_default_graph()
+    assert isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph)
+    found[name] = control_flow_util.GraphOrParentsInXlaContext(graph)
+    return tf.constant(1.0)
+
+
+def test_the_graph_of_a_loop_has_a_class_of_its_own():
+    graphs = []
+
+    @tf.function(autograph=False)
+    def run(x):
+        seen = lambda i: graphs.append(tf.compat.v1.get_default_graph()) or i  # noqa: E731
+        graphs.append(tf.compat.v1.get_default_graph())
+        return tf.while_loop(lambda i: seen(i) < 3, lambda i: [seen(i) + 1], [x])
+
+    run(tf.constant(0))
+    outer, condition, body = graphs[:3]
+    assert isinstance(condition, control_flow_v2_func_graphs.WhileCondFuncGraph)
+    assert isinstance(body, control_flow_v2_func_graphs.WhileBodyFuncGraph)
+    assert type(outer) not in (type(condition), type(body))
+
+
+@pytest.mark.parametrize(
+    ("operation", "stateful"),
+    [
+        ("RandomUniform", True),
+        ("AssignVariableOp", True),
+        ("AssignAddVariableOp", True),
+        ("ReadVariableOp", True),
+        ("StatefulPartitionedCall", True),
+        ("EagerPyFunc", True),
+        ("StatelessRandomUniformFullIntV2", False),
+        ("MatMul", False),
+        ("PartitionedCall", False),
+    ],
+)
+def test_tensorflow_says_which_operations_are_stateful(operation, stateful):
+    assert op_def_registry.get(operation).is_stateful is stateful
+
+
+def test_a_weight_under_mixed_precision_is_found_in_full_precision():
+    dense = keras.layers.Dense(1, dtype="mixed_bfloat16")
+    dense.build((None, 1))
+    variable = dense.kernel._value if KERAS_3 else dense.kernel._variable
+    assert isinstance(variable, tf.Variable) and variable.dtype == "float32"
+
+
+def test_keras_3_keeps_a_scope_without_state_off_its_variables():
+    if not KERAS_3:
+        assert not hasattr(keras, "StatelessScope")
+        return
+    drop = keras.layers.Dropout(0.5, activity_regularizer="l2")
+    (state,) = [v for v in drop.variables if not v.trainable]
+    before = tf.identity(state.value)
+    first = drop(tf.ones((1, 64)), training=True)
+    after = state.numpy()
+    with keras.StatelessScope([(state, before)], collect_losses=True) as scope:
+        again = drop(tf.ones((1, 64)), training=True)
+        other = drop(tf.ones((1, 64)), training=True)
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    np.testing.assert_array_equal(state.numpy(), after)
+    assert len(scope.losses) == 2 and float(scope.losses[0]) == float(drop.losses[0])

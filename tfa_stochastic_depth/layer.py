@@ -123,7 +123,7 @@ class StochasticDepth(_keras.Wrapper):
     """Runs a layer in a random part of the training steps, and always, scaled, at inference.
 
     With `f = layer(x)`, `s` what stands in for it, `p = survival_prob` and the switch
-    `b ~ Bernoulli(p)`, one for the whole batch:
+    `b ~ Bernoulli(p)`, one for the whole batch (of `mode="row"` below):
 
     | `rescale` | training | inference |
     |---|---|---|
@@ -138,8 +138,18 @@ class StochasticDepth(_keras.Wrapper):
     activity losses), and its weights get a gradient of zero. Optimizers with momentum or weight
     decay still move weights whose gradient is zero.
 
+    With `mode="row"` each sample is kept or dropped on its own, and the layer runs on the kept ones
+    only: of a batch of B, `k = round(p * B)` rows are drawn (halves go to the even number; at least
+    1 unless p is 0), gathered, run, and put back; `b / p` in the table is `b * B / k`. Rows are not
+    drawn independently of each other, so that every step takes the same time and XLA can compile
+    it; with few rows `k / B` is not quite p, and a batch of one is never dropped. Tensors in the
+    arguments that have the batch as their first axis are gathered as well. Layers see only the kept
+    rows: BatchNormalization takes its statistics over them, and the rows of the output must be
+    those of the input.
+
     Source: Huang, Sun, Liu, Sedra, Weinberger, "Deep Networks with Stochastic Depth",
-    arXiv 1603.09382.
+    arXiv 1603.09382. Rows: the "efficient stochastic depth" of Oquab et al., "DINOv2",
+    arXiv 2304.07193.
 
     Args:
         layer: The `keras.layers.Layer` (or model) to run or drop. Its outputs must be
@@ -147,7 +157,9 @@ class StochasticDepth(_keras.Wrapper):
         survival_prob: Probability in [0, 1] that the layer runs in a training step. 0 and 1 are
             exact: never and always. It is kept in a non-trainable float32 variable, so that
             assigning to `.survival_prob` acts at once, without a new trace.
-        mode: "batch": one switch per step for the whole batch.
+        mode: "batch": one switch per step for the whole batch. "row": each sample on its own. Under
+            XLA (`jit_compile=True`) the number of rows is fixed when the step is compiled:
+            compile the model again when `survival_prob` has changed.
         rescale: "inference" or "training", as in the table above.
         skip: What stands in for the layer when it is dropped. `None`: zeros, to be added to a
             shortcut (by the caller, or in here by `shortcut=`). "identity": the inputs, for a
@@ -173,8 +185,10 @@ class StochasticDepth(_keras.Wrapper):
     Raises:
         TypeError: If `layer` is not a layer, or `survival_prob` not a number.
         ValueError: If an argument is not one of those named above, if `shortcut` or what `skip`
-            gives has another shape than the layer's output, or if the layer holds a synchronized
-            BatchNormalization and is trained on several replicas.
+            gives has another shape than the layer's output, if the layer holds a synchronized
+            BatchNormalization and is trained on several replicas, or if it gives other rows than
+            it takes in `mode="row"` (where only a run shows that, a
+            `tf.errors.InvalidArgumentError`).
 
     Example:
 
@@ -322,9 +336,9 @@ class StochasticDepth(_keras.Wrapper):
     def _run_on_rows(self, some, run):
         """Runs the layer on rows of which it may turn out in a run that there are none.
 
-        A conditional around it would take memory: for its gradient TensorFlow keeps tensors of which
-        only the shape is needed, and their number of rows is not known before. Without rows the
-        layer computes nothing, and what it makes of that in its state and losses is undone.
+        A conditional around it would take memory: for its gradient TensorFlow keeps tensors of
+        which only the shape is needed, as their number of rows is not known before. Without rows
+        the layer computes nothing, and what it makes of that in its state and losses is undone.
         """
         undo = _keras.remember_state(self.layer)
         results, losses = run()

@@ -176,8 +176,8 @@ def _gather(x, places):
 def _gather_floating(x, places, shape):
     """As `tf.gather_nd`, but for the gradient.
 
-    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place, and
-    keeps nothing of `x` until then.
+    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place,
+    and keeps nothing of `x` until then.
     """
 
     def gradient(dy):

@@ -87,7 +87,8 @@ def wrap_residuals(
             (a `train_step`) comes back as that class.
         survival_prob: As in `find_residuals`: a float `p` in [0, 1] for the paper's linear decay
             from 1 to `p` over the blocks, a sequence of floats, or a function from a `Block`.
-        mode: "batch": one switch per block and step, for the whole batch.
+        mode: "batch": one switch per block and step, for the whole batch. "row": each sample on
+            its own; the branches run on the kept samples only (see `StochasticDepth`).
         rescale: "inference" (the paper: branches are scaled by their survival probability at
             inference) or "training" (they are divided by it in training, so that a model trained
             without stochastic depth gives the same predictions when wrapped).
