@@ -105,19 +105,19 @@ BRANCHES = {
 }
 
 
-def residual_model(branch, survival_prob, seed=1):
+def residual_model(branch, survival_prob, seed=1, mode="batch"):
     keras.utils.set_random_seed(3)
     x = keras.Input((3,))
-    y = StochasticDepth(branch(), survival_prob, seed=seed)(x, shortcut=x)
+    y = StochasticDepth(branch(), survival_prob, seed=seed, mode=mode)(x, shortcut=x)
     model = keras.Model(x, keras.layers.Dense(1)(y))
     model.compile(keras.optimizers.SGD(0.05), "mse")
     return model
 
 
-def trained(branch, strategy, survival_prob=0.7):
+def trained(branch, strategy, survival_prob=0.7, mode="batch"):
     """The losses of a fit, and the branch's weights before and after."""
     with strategy.scope():
-        model = residual_model(BRANCHES[branch], survival_prob)
+        model = residual_model(BRANCHES[branch], survival_prob, mode=mode)
     inner = model.layers[1].layer
     before = [w.tolist() for w in inner.get_weights()]
     history = model.fit(*data(), batch_size=8, epochs=4, shuffle=False, verbose=0).history
@@ -151,8 +151,8 @@ def inference_with_synchronized():
     return [model.predict(x, verbose=0).tolist(), model.evaluate(x, y, verbose=0)]
 
 
-def on_two(branch, survival_prob=0.7):
-    return trained(branch, replicas(), survival_prob)
+def on_two(branch, survival_prob=0.7, mode="batch"):
+    return trained(branch, replicas(), survival_prob, mode)
 
 
 SCRIPT = {
@@ -163,6 +163,9 @@ SCRIPT = {
     **{f"train {name}": functools.partial(on_two, name) for name in BRANCHES},
     "never": functools.partial(on_two, "normalized", 0.0),
     "always": functools.partial(on_two, "normalized", 1.0),
+    "rows": functools.partial(on_two, "dropout", 0.7, "row"),
+    "rows, never": functools.partial(on_two, "normalized", 0.0, "row"),
+    "rows, always": functools.partial(on_two, "normalized", 1.0, "row"),
     "synchronized": lambda: training_error(synchronized, replicas()),
     "synchronized inside": lambda: training_error(synchronized_in_a_model, replicas()),
     "unsynchronized": lambda: training_error(keras.layers.BatchNormalization, replicas()),
@@ -248,6 +251,14 @@ def test_moving_statistics_rest_when_dropped_on_all_replicas(of):
     assert of("never")["after"] == of("never")["before"]
     for before, after in zip(of("always")["before"][-2:], of("always")["after"][-2:]):
         assert np.abs(np.subtract(before, after)).min() > 1e-3
+
+
+def test_rows_train_on_replicas(of):
+    run = of("rows")
+    assert np.all(np.isfinite(run["loss"])) and run["loss"][-1] < run["loss"][0]
+    assert of("rows, never")["after"] == of("rows, never")["before"]
+    for ours, theirs in zip(of("rows, always")["after"], of("always")["after"]):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["synchronized", "synchronized inside"])

@@ -968,8 +968,9 @@ def remember_state(layer):
         A function that gives them their values back, unless a bool tensor is true.
     """
     variables = layer.variables if IS_KERAS_3 else layer.weights
-    state = [v for v in variables if not v.trainable and tf.as_dtype(v.dtype) != tf.string]
-    state = [(v, tf.identity(tf.convert_to_tensor(v))) for v in state]
+    if not IS_KERAS_3:  # vocabularies are among them
+        variables = [v for v in variables if isinstance(v, tf.Variable)]
+    state = [(v, tf.identity(tf.convert_to_tensor(v))) for v in variables if not v.trainable]
 
     def undo(unless):
         for v, value in state:

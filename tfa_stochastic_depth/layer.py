@@ -142,10 +142,11 @@ class StochasticDepth(_keras.Wrapper):
     only: of a batch of B, `k = round(p * B)` rows are drawn (halves go to the even number; at least
     1 unless p is 0), gathered, run, and put back; `b / p` in the table is `b * B / k`. Rows are not
     drawn independently of each other, so that every step takes the same time and XLA can compile
-    it; with few rows `k / B` is not quite p, and a batch of one is never dropped. Tensors in the
-    arguments that have the batch as their first axis are gathered as well. Layers see only the kept
-    rows: BatchNormalization takes its statistics over them, and the rows of the output must be
-    those of the input.
+    it; with few rows `k / B` is not quite p, and a batch of one is never dropped. (Where p is 0 in
+    a graph, in which it may change, one row is run for nothing.) Tensors in the arguments that have
+    the batch as their first axis are gathered as well. Layers see only the kept rows:
+    BatchNormalization takes its statistics over them, and the rows of the output must be those of
+    the input.
 
     Source: Huang, Sun, Liu, Sedra, Weinberger, "Deep Networks with Stochastic Depth",
     arXiv 1603.09382. Rows: the "efficient stochastic depth" of Oquab et al., "DINOv2",
@@ -337,8 +338,8 @@ class StochasticDepth(_keras.Wrapper):
         """Runs the layer on rows of which it may turn out in a run that there are none.
 
         A conditional around it would take memory: for its gradient TensorFlow keeps tensors of
-        which only the shape is needed, as their number of rows is not known before. Without rows
-        the layer computes nothing, and what it makes of that in its state and losses is undone.
+        which only the shape is needed, as their number of rows is not known before. Where there are
+        none it runs on one, and what it makes of that, its state and losses included, is undone.
         """
         undo = _keras.remember_state(self.layer)
         results, losses = run()

@@ -55,13 +55,16 @@ class Rows:
         every: Whether they are all of them: a bool, or a bool tensor if only a run can tell.
             Where it is known there is no conditional, and where they are all nothing is gathered.
         places: int32 tensor (count, 1) of them; `None` if they are known to be all.
+        kept: Whether what is made of them is kept: `True`, or a bool tensor. If that is false it
+            is as if there were none of these rows, though they are taken.
     """
 
-    def __init__(self, count, size, every, places):
+    def __init__(self, count, size, every, places, kept=True):
         self._count = count
         self._size = size
         self._every = every
         self._places = places
+        self._kept = kept
 
     @property
     def are_all(self):
@@ -83,6 +86,7 @@ class Rows:
         """A tensor `x` with `y` added to these rows."""
         if self._every is True:
             return x + y
+        y = self._if_kept(y, lambda: tf.zeros_like(y))
         some = lambda: tf.tensor_scatter_nd_add(x, self._places, y)  # noqa: E731
         return self._either(lambda: x + y, some, x, self._size)
 
@@ -90,6 +94,7 @@ class Rows:
         """A tensor `x` with `y` in place of these rows."""
         if self._every is True:
             return y
+        y = self._if_kept(y, lambda: self.take(x))
         some = lambda: tf.tensor_scatter_nd_update(x, self._places, y)  # noqa: E731
         return self._either(lambda: y, some, x, self._size)
 
@@ -97,12 +102,13 @@ class Rows:
         """Zeros with `y` in place of these rows."""
         if self._every is True:
             return y
+        z = self._if_kept(y, lambda: tf.zeros_like(y))
 
         def some():
-            shape = tf.concat([[self._size], tf.shape(y)[1:]], 0)
-            return tf.scatter_nd(self._places, y, shape)
+            shape = tf.concat([[self._size], tf.shape(z)[1:]], 0)
+            return tf.scatter_nd(self._places, z, shape)
 
-        return self._either(lambda: y, some, y, self._size)
+        return self._either(lambda: z, some, z, self._size)
 
     def check(self, y, what):
         """A tensor `y`, which must have one row for each of these.
@@ -128,6 +134,9 @@ class Rows:
         with tf.control_dependencies([equal]):
             return tf.identity(y)
 
+    def _if_kept(self, y, other):
+        return y if self._kept is True else tf.where(self._kept, y, other())
+
     def _either(self, every, some, like, rows):
         """`every()` or `some()`, which are shaped as `like` but for the number of rows."""
         y = some() if self._every is False else tf.cond(self._every, every, some)
@@ -149,9 +158,10 @@ def choose_rows(seed, survival_prob, size, training, static):
         static: Whether nothing may depend on what only a run can tell.
 
     Returns:
-        (Rows, whether there are any), the latter a bool, or a bool tensor.
+        (Rows, whether there are any): a bool, or a bool tensor if only a run can tell. Then there
+        is always one to run on, whose results are not kept if there should be none.
     """
-    count = count_rows(survival_prob, size)
+    count, kept = count_rows(survival_prob, size), True
     if training is not True:
         count = tf.where(training, count, size)
     if isinstance(count, int) and isinstance(size, int):
@@ -159,9 +169,11 @@ def choose_rows(seed, survival_prob, size, training, static):
     elif static:
         every, some = survival_prob == 1, survival_prob > 0
     else:
-        every, some = tf.equal(count, size), count > 0
+        kept = some = count > 0
+        count = tf.minimum(tf.maximum(count, 1), size)
+        every = tf.equal(count, size)
     places = None if every is True or some is False else draw_rows(seed, count, size)[:, tf.newaxis]
-    return Rows(count, size, every, places), some
+    return Rows(count, size, every, places, kept), some
 
 
 def _gather(x, places):
