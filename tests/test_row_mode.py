@@ -510,3 +510,84 @@ def test_training_must_be_known_under_xla():
         ValueError, match="`training` must be a Python bool.*mode=.row. and compiled"
     ):
         run(tf.ones((4, 1)), tf.constant(True))
+
+
+# ------------------------------------------------------------------ sizes that agree by chance
+
+
+@pytest.mark.parametrize("p", [0.2, 0.4])
+def test_an_attention_mask_for_all_samples_of_the_size_of_the_batch(p, any_how):
+    """(steps, steps) with as many samples as steps: it is not the samples' own."""
+    attention = L.MultiHeadAttention(2, 3)
+    layer = StochasticDepth(attention, p, mode="row", seed=1)
+    x, mask = tf.constant(data(5, 5, 2)), tf.constant(np.tril(np.ones((5, 5), bool)))
+    full = x + attention(x, x, attention_mask=mask)
+    run = lambda x: layer(x, x, attention_mask=mask, shortcut=x, training=True)  # noqa: E731
+    if any_how in (HOW["any batch"], HOW["jit, any batch"]):
+        run = tf.function(run, input_signature=[tf.TensorSpec((None, 5, 2))])
+    else:
+        run = any_how(run)
+    kept = kept_rows(1, 0, p, 5)
+    y = run(x).numpy()
+    np.testing.assert_allclose(y[kept], full.numpy()[kept], atol=1e-5)
+    np.testing.assert_array_equal(y[~kept], x.numpy()[~kept])
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+def test_positions_and_samples_of_one_size(mode):
+    class Add(L.Layer):
+        def call(self, x, positions, samples):
+            return x + positions + samples[:, tf.newaxis]
+
+    layer = StochasticDepth(Add(), 0.25, mode="row", seed=4)
+    x, positions, samples = data(4, 4, 4), data(4, 4, seed=1), data(4, 4, seed=2)
+    run = HOW[mode](lambda *args: layer(*args, training=True))
+    y = run(*map(tf.constant, (x, positions, samples)))
+    kept = kept_rows(4, 0, 0.25, 4)[:, np.newaxis, np.newaxis]
+    np.testing.assert_allclose(y, kept * (x + positions + samples[:, np.newaxis]), atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", ["batch", "row"])
+@pytest.mark.parametrize("mode", ["graph", "any batch", "jit", "jit, any batch"])
+def test_rows_inside_a_block(outer, mode):
+    inner = StochasticDepth(L.Dense(2), 0.3, mode="row", seed=1)
+    layer = StochasticDepth(keras.Sequential([inner, L.Dense(2)]), 1.0, mode=outer, seed=2)
+    x = tf.constant(data(10, 2))
+    layer(x)
+    first, second = inner.layer, layer.layer.layers[-1]
+    sources = [w.value if KERAS_3 else w for w in layer.trainable_variables]
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = layer(x, training=True)
+        return y, tape.gradient(y, sources)
+
+    y, gradients = HOW[mode](step)(x)
+    kept = kept_rows(1, 0, 0.3, 10).astype("float32")[:, np.newaxis]
+    expected = second(kept * first(x))
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    w = second.get_weights()[0]
+    np.testing.assert_allclose(gradients[0], x.numpy().T @ (kept * w.sum(1)), atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+def test_weights_of_a_skip_layer_that_no_row_needs_get_zeros(mode):
+    layer = StochasticDepth(L.Dense(2), 1.0, mode="row", skip=L.Dense(2))
+    x = tf.ones((4, 2))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = layer(x, training=True)
+        return tape.gradient(y, [w.value if KERAS_3 else w for w in layer.skip.trainable_variables])
+
+    layer(x, training=True)
+    for gradient in HOW[mode](step)(x):
+        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+
+
+def test_a_scalar_has_no_rows():
+    layer = StochasticDepth(L.Rescaling(2.0), 0.5, mode="row")
+    with pytest.raises(
+        ValueError, match="needs inputs with a batch axis, .batch, ....*Received: the"
+    ):
+        layer(tf.constant(1.0), training=True)

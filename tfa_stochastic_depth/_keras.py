@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import random
 import re
@@ -872,7 +873,8 @@ def add_scalar(layer, name, value):
 def read_scalar(variable):
     """A scalar float32 variable as the shortest Python float that rounds to it."""
     with tf.init_scope():
-        value = keras.ops.convert_to_numpy(variable) if IS_KERAS_3 else variable.numpy()
+        # As it is, whatever a StatelessScope says.
+        value = (variable._value if IS_KERAS_3 else variable).numpy()
     return float(str(value))
 
 
@@ -1107,6 +1109,43 @@ def trace_sizes(layer, args, kwargs, sizes):
 
     args, kwargs = tf.nest.map_structure(resized, (args, kwargs))
     return [tuple(y.shape) for y in tf.nest.flatten(trace(layer, args, kwargs))]
+
+
+def batch_axes(layer, args, kwargs, doubtful, size):
+    """Which of a layer's arguments have the batch as their first axis.
+
+    The layer is traced for a batch of another size, with each choice of arguments that keep theirs,
+    fewest first, until one works.
+
+    Args:
+        layer: A layer.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        doubtful: Ids of the tensors among them that may go either way. The other tensors whose
+            first axis has the size of the batch have it as their first axis.
+        size: The size of the batch.
+
+    Returns:
+        Those of `doubtful` that have.
+    """
+    sizes = {size for x in tf.nest.flatten((args, kwargs)) if _spec(x) for size in x.shape}
+    other = next(n for n in (61, 67, 71, 73, 79, 83, 89, 97) if n not in sizes)
+
+    def resized(x, whole):
+        if not isinstance(_spec(x), tf.TensorSpec):
+            return x
+        if id(x) in whole or not x.shape.rank or x.shape[0] != size:
+            return _spec(x)
+        return tf.TensorSpec((other, *x.shape[1:]), x.dtype)
+
+    for count in range(len(doubtful) + 1):
+        for whole in itertools.combinations(doubtful, count):
+            a, k = tf.nest.map_structure(lambda x: resized(x, whole), (args, kwargs))  # noqa: B023
+            with contextlib.suppress(Exception):  # whatever a layer may raise at a wrong size
+                shapes = [y.shape for y in tf.nest.flatten(trace(layer, a, k))]
+                if all(shape.rank and shape[0] in (other, None) for shape in shapes):
+                    return [x for x in doubtful if x not in whole]
+    return list(doubtful)
 
 
 def _spec(x):

@@ -52,6 +52,11 @@ class Arguments:
     def batch_size(self):
         """How many rows there are, a Python int if it is known, else an int32 scalar tensor."""
         first = tf.nest.flatten(self.inputs)[0]
+        if not first.shape.rank:
+            raise ValueError(
+                'mode="row" needs inputs with a batch axis, (batch, ...). Received: the shape '
+                f"{first.shape}."
+            )
         return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
 
     def take(self, rows, layer):
@@ -80,8 +85,9 @@ class Arguments:
     def _batched(self, layer):
         """The tensors that have the batch as their first axis.
 
-        A functional model says so for each of its inputs. Of others it is taken to be so where the
-        size of the axis is that of the inputs.
+        A functional model says so for each of its inputs. Others have it where the size of the axis
+        is that of the inputs', unless the layer does not run with another number of their rows:
+        positions, or an attention mask for all samples, may be of that size by chance.
         """
         first, *_ = leaves = tf.nest.flatten(self.inputs)
         declared = _keras.declared_shapes(layer)
@@ -93,6 +99,11 @@ class Arguments:
             others = self.tensors()
         size = first.shape[0]
         whole |= {id(x) for x in others if x is not first and not _may_have(x, size)}
+        certain = {id(x) for x in tf.nest.flatten((self.inputs, self.stand_in, self.shortcut))}
+        doubtful = [id(x) for x in others if id(x) not in whole | certain]
+        if doubtful and size is not None:
+            found = _keras.batch_axes(layer, self.args, self.kwargs, doubtful, size)
+            whole |= set(doubtful) - set(found)
         return [x for x in self.tensors() if id(x) not in whole]
 
     def _mapped(self, tensors, function, mask_function):

@@ -39,6 +39,13 @@ def _with_zero_gradients(y, *weights):
 _map = tf.nest.map_structure
 
 
+def _without_gradients(outputs, layer):
+    """Outputs whose gradients with respect to the weights of a layer that was not run are zero."""
+    weights = layer.trainable_weights if isinstance(layer, keras.layers.Layer) else []
+    weights = [tf.convert_to_tensor(w) for w in weights]
+    return _map(lambda y: _with_zero_gradients(y, *weights), outputs)
+
+
 def _static(training):
     """`training` as a Python bool, or as a bool tensor if its value is not known yet."""
     if tf.is_tensor(training):
@@ -390,6 +397,8 @@ class StochasticDepth(_keras.Wrapper):
             outputs = _map(lambda y: rows.spread(_scaled(y, weight)), f)
         elif weight is None and rows.are_all:
             outputs = f
+            if self.mode == "row" or tf.executing_eagerly():  # no cond gives its weights gradients
+                outputs = _without_gradients(f, self.skip)
         else:
             s, stand_in = self._skipped(arguments, training, f, rows)
             if weight is not None:
@@ -423,8 +432,7 @@ class StochasticDepth(_keras.Wrapper):
             outputs = zeros_like_output(self.layer, arguments, f, self.compute_dtype)
         masks = stand_in_masks(outputs, masks, like)
         if kept is None:
-            weights = [tf.convert_to_tensor(w) for w in self.layer.trainable_weights]
-            outputs = _map(lambda y: _with_zero_gradients(y, *weights), outputs)
+            outputs = _without_gradients(outputs, self.layer)
         return outputs, masks
 
     def _check_sides(self, arguments):
@@ -621,7 +629,8 @@ def get_survival_probs(model):
 def set_survival_probs(model, probs):
     """Assigns the survival probabilities of a model's `StochasticDepth` layers.
 
-    They act on the next step, of a compiled model too. Nothing is assigned if one of them is
+    They act on the next step, of a compiled model too (but for `mode="row"` under XLA, where the
+    model has to be compiled again). Nothing is assigned if one of them is
     invalid.
 
     Args:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from tfa_stochastic_depth import _keras
+
 
 def count_rows(survival_prob, size):
     """How many of `size` rows are kept: `round(survival_prob * size)`, and 1 if that is 0.
@@ -177,22 +179,22 @@ def choose_rows(seed, survival_prob, size, training, static):
 
 
 def _gather(x, places):
-    """The rows of `x` at these places."""
-    if not x.dtype.is_floating:
-        return tf.gather_nd(x, places)
-    # Made here, in the graph of the side of a conditional where this may be.
-    return _gather_floating(x, tf.identity(places), tf.shape(x))
-
-
-@tf.custom_gradient
-def _gather_floating(x, places, shape):
     """As `tf.gather_nd`, but for the gradient.
 
-    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place,
-    and keeps nothing of `x` until then.
+    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place.
     """
+    if not x.dtype.is_floating:
+        return tf.gather_nd(x, places)
+    # Tensors of this graph, which may be that of a side of a conditional.
+    x, places = tf.identity(x), tf.identity(places)
+    # Not to keep all of `x` for its shape. XLA does not, and has to see where a shape comes from.
+    shape = None if _keras.compiles_with_xla() else tf.shape(x)
 
-    def gradient(dy):
-        return tf.scatter_nd(places, dy, shape), None, None
+    @tf.custom_gradient
+    def gather(x, places):
+        def gradient(dy):
+            return tf.scatter_nd(places, dy, tf.shape(x) if shape is None else shape), None
 
-    return tf.gather_nd(x, places), gradient
+        return tf.gather_nd(x, places), gradient
+
+    return gather(x, places)
