@@ -397,13 +397,15 @@ class StochasticDepth(_keras.Wrapper):
             outputs = _map(lambda y: rows.spread(_scaled(y, weight)), f)
         elif weight is None and rows.are_all:
             outputs = f
-            if self.mode == "row" or tf.executing_eagerly():  # no cond gives its weights gradients
+            # Where no conditional gives the weights of `skip` a gradient of zero.
+            if training is True and (self.mode == "row" or tf.executing_eagerly()):
                 outputs = _without_gradients(f, self.skip)
         else:
             s, stand_in = self._skipped(arguments, training, f, rows)
             if weight is not None:
-                mix = lambda y, z: _scaled(y, weight) + _scaled(rows.take(z), 1.0 - weight)  # noqa: E731
-                f = _map(mix, f, s)
+                f = _map(
+                    lambda y, z: _scaled(y, weight) + _scaled(rows.take(z), 1.0 - weight), f, s
+                )
             outputs = _map(rows.put, s, f)
         if not rows.are_all:
             whole = stand_in_masks(outputs, stand_in, masks)
