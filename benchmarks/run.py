@@ -123,7 +123,6 @@ def parse_args(argv=None):
 def main(argv=None):
     """Prints the tables, and returns what is in them."""
     args = parse_args(argv)
-    tf.get_logger().setLevel("ERROR")  # it suspects that the same step is traced again and again
     results = {
         "tensorflow": tf.__version__,
         "keras": "3" if hasattr(tf.keras, "ops") else "2",
@@ -165,4 +164,5 @@ def write(results, args):
 
 
 if __name__ == "__main__":
+    tf.get_logger().setLevel("ERROR")  # it suspects that the same step is traced again and again
     main()
