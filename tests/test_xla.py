@@ -297,6 +297,28 @@ def test_blocks_inside_blocks():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_block_inside_one_that_falls_back_does_so_too():
+    """The gradient of the outer conditional is TensorFlow's, on any Keras."""
+
+    class Noise(L.Layer):
+        def call(self, x):
+            return x + 0.0 * tf.random.uniform(tf.shape(x))
+
+    inner = StochasticDepth(L.Dense(2), 1.0, skip="identity")
+    layer = StochasticDepth(keras.Sequential([inner, Noise()]), 1.0)
+    x = tf.constant(data(3, 2))
+    layer(x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = layer(x, training=True)
+        return tape.gradient(y, variables(layer))
+
+    kernel, bias = jit(step)(x)
+    np.testing.assert_allclose(kernel, np.repeat(x.numpy().sum(0)[:, np.newaxis], 2, 1), rtol=1e-5)
+    np.testing.assert_allclose(bias, [3.0, 3.0])
+
+
 # ------------------------------------------------------------------ the warning
 
 
