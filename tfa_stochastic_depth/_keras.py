@@ -934,9 +934,9 @@ def compiles_with_xla():
 
 def in_control_flow():
     """Whether what is being traced is a side of a conditional, or the body of a loop."""
-    graph = tf.compat.v1.get_default_graph()
-    kinds = ("CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph")
-    return isinstance(graph, tuple(getattr(control_flow_v2_func_graphs, kind) for kind in kinds))
+    graphs = control_flow_v2_func_graphs
+    kinds = graphs.CondBranchFuncGraph, graphs.WhileCondFuncGraph, graphs.WhileBodyFuncGraph
+    return isinstance(tf.compat.v1.get_default_graph(), kinds)
 
 
 def declared_shapes(layer):
@@ -969,16 +969,21 @@ def remember_state(layer):
     Returns:
         A function that gives them their values back, unless a bool tensor is true.
     """
-    variables = layer.variables if IS_KERAS_3 else layer.weights
-    if not IS_KERAS_3:  # vocabularies are among them
-        variables = [v for v in variables if isinstance(v, tf.Variable)]
-    state = [(v, tf.identity(tf.convert_to_tensor(v))) for v in variables if not v.trainable]
+    state = _state([layer])
 
     def undo(unless):
         for v, value in state:
             v.assign(tf.where(unless, tf.convert_to_tensor(v), value))
 
     return undo
+
+
+def _state(layers):
+    """The variables of layers that are not trained, each with its value as it is now."""
+    found = {id(v): v for layer in layers for v in layer.variables}.values()
+    if not IS_KERAS_3:  # vocabularies are among them
+        found = [v for v in found if isinstance(v, tf.Variable)]
+    return [(v, tf.identity(tf.convert_to_tensor(v))) for v in found if not v.trainable]
 
 
 def remember(layers):
@@ -991,8 +996,7 @@ def remember(layers):
     """
     if not IS_KERAS_3:
         return lambda run: (run(), [])
-    state = {id(v): v for layer in layers for v in layer.variables if not v.trainable}
-    state = [(v, tf.identity(v.value)) for v in state.values()]
+    state = _state(layers)
 
     def run_as_then(run):
         with keras.StatelessScope(state, collect_losses=True) as scope:
@@ -1001,18 +1005,17 @@ def remember(layers):
     return run_as_then
 
 
-def can_repeat(*functions):
-    """Whether functions do nothing but compute: they change no variable and draw no number.
+def can_repeat(function):
+    """Whether a function does nothing but compute: it changes no variable and draws no number.
 
-    They are traced, and not run.
+    It is traced, and not run.
     """
-    for function in functions:
-        graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
-        called = [node for inner in graph.library.function for node in inner.node_def]
-        for node in [*graph.node, *called]:
-            stateful = op_def_registry.get(node.op)
-            if stateful is not None and stateful.is_stateful and node.op not in _HARMLESS:
-                return False
+    graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
+    called = [node for inner in graph.library.function for node in inner.node_def]
+    for operation in {node.op for node in [*graph.node, *called]} - _HARMLESS:
+        known = op_def_registry.get(operation)
+        if known is not None and known.is_stateful:
+            return False
     return True
 
 

@@ -59,7 +59,7 @@ class Arguments:
             )
         return tf.shape(first)[0] if first.shape[0] is None else first.shape[0]
 
-    def take(self, rows, layer):
+    def take(self, rows, layer, specs):
         """The arguments for some rows. Tensors without a batch axis stay whole.
 
         Raises:
@@ -67,7 +67,7 @@ class Arguments:
         """
         if rows is ALL:
             return self
-        batched = self._batched(layer)
+        batched = self._batched(layer, specs)
         for x in batched:
             if not isinstance(x, tf.Tensor):
                 raise ValueError(
@@ -82,7 +82,7 @@ class Arguments:
             if _keras.mask_of(y) is None:
                 _keras.clear_mask(x)
 
-    def _batched(self, layer):
+    def _batched(self, layer, specs):
         """The tensors that have the batch as their first axis.
 
         A functional model says so for each of its inputs. Others have it where the size of the axis
@@ -102,7 +102,7 @@ class Arguments:
         certain = {id(x) for x in tf.nest.flatten((self.inputs, self.stand_in, self.shortcut))}
         doubtful = [id(x) for x in others if id(x) not in whole | certain]
         if doubtful and size is not None:
-            found = _keras.batch_axes(layer, self.args, self.kwargs, doubtful, size)
+            found = specs.batch_axes(layer, self.args, self.kwargs, doubtful, size)
             whole |= set(doubtful) - set(found)
         return [x for x in self.tensors() if id(x) not in whole]
 

@@ -382,7 +382,7 @@ class StochasticDepth(_keras.Wrapper):
 
         Returns (outputs, masks).
         """
-        taken = arguments.take(rows, self.layer)
+        taken = arguments.take(rows, self.layer, self._specs)
         f = self.layer(*taken.args, training=training, **taken.kwargs)
         arguments.lose_masks(taken)
         masks = _keras.masks_of(f)

@@ -19,6 +19,16 @@ class Specs:
             self._known[key] = _keras.trace(layer, args, kwargs)
         return self._known[key]
 
+    def batch_axes(self, layer, args, kwargs, doubtful, size):
+        """`_keras.batch_axes`, by the places of the tensors: these are new ones in every step."""
+        leaves = [id(x) for x in tf.nest.flatten((args, kwargs))]
+        places = {x: leaves.index(x) for x in doubtful}
+        key = *_keras.trace_key(layer, args, kwargs), *places.values()
+        if key not in self._known:
+            found = _keras.batch_axes(layer, args, kwargs, doubtful, size)
+            self._known[key] = {places[x] for x in found}
+        return [x for x in doubtful if places[x] in self._known[key]]
+
 
 def zeros_like_output(layer, arguments, outputs, dtype):
     """Zeros of the shapes that a layer's outputs would have, without running it.
