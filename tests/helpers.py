@@ -27,6 +27,23 @@ def randomize(model, seed=0):
     return model
 
 
+class Counter(keras.layers.Layer):
+    """2 x. Counts how often it runs, whoever runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.ran.assign_add(1.0)
+        return 2.0 * x
+
+
+def trainable_variables(layer):
+    """The trainable weights of a layer as what a tape takes gradients with respect to."""
+    return [w.value if KERAS_3 else w for w in layer.trainable_variables]
+
+
 def outputs(model, x, **kwargs):
     return [np.asarray(y, "float64") for y in tf.nest.flatten(model(x, **kwargs))]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import assert_same_outputs, data, operations_in
+from helpers import KERAS_3, assert_same_outputs, data, operations_in, trainable_variables
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,
@@ -20,7 +20,6 @@ from tfa_stochastic_depth.rows import count_rows, draw_rows
 
 keras = tf.keras
 L = keras.layers
-KERAS_3 = hasattr(keras, "ops")
 
 HOW = {
     "eager": lambda f: f,
@@ -269,7 +268,7 @@ def test_nothing_moves_without_a_row(any_how):
         with tf.GradientTape() as tape:
             y = layer(x, shortcut=x, training=True)
             loss = tf.reduce_sum(y) + sum(layer.losses, 0.0)
-        sources = [w.value if KERAS_3 else w for w in branch.trainable_variables]
+        sources = trainable_variables(branch)
         return y, loss, tape.gradient(loss, sources)
 
     x = tf.ones((10, 2))
@@ -282,6 +281,30 @@ def test_nothing_moves_without_a_row(any_how):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(state, branch.variables):
         np.testing.assert_array_equal(a, np.array(b))
+
+
+def test_state_is_set_back_in_full_precision():
+    """Where a policy casts weights when they are read, the value that is written back is whole."""
+
+    class Holds(L.Layer):
+        def build(self, shape):
+            self.state = self.add_weight(
+                name="state",
+                shape=(),
+                initializer=keras.initializers.Constant(1.001),
+                trainable=False,
+            )
+
+        def call(self, x):
+            return x * tf.cast(tf.convert_to_tensor(self.state), x.dtype)
+
+    inner = Holds(dtype="mixed_bfloat16")
+    layer = StochasticDepth(inner, 0.0, mode="row")
+    run = tf.function(lambda x: layer(x, training=True))
+    for p in (0.0, 0.5):
+        layer.survival_prob = p
+        run(tf.ones((4, 2), "bfloat16"))
+        assert float(np.array(inner.state)) == np.float32(1.001)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -555,7 +578,7 @@ def test_rows_inside_a_block(outer, mode):
     x = tf.constant(data(10, 2))
     layer(x)
     first, second = inner.layer, layer.layer.layers[-1]
-    sources = [w.value if KERAS_3 else w for w in layer.trainable_variables]
+    sources = trainable_variables(layer)
 
     def step(x):
         with tf.GradientTape() as tape:
@@ -583,7 +606,7 @@ def test_weights_of_a_skip_layer_that_no_row_needs_get_zeros(mode):
     def step(x):
         with tf.GradientTape() as tape:
             y = layer(x, training=True)
-        return tape.gradient(y, [w.value if KERAS_3 else w for w in layer.skip.trainable_variables])
+        return tape.gradient(y, trainable_variables(layer.skip))
 
     layer(x, training=True)
     for gradient in HOW[mode](step)(x):

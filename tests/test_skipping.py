@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from helpers import Counter
 from tfa_stochastic_depth import StochasticDepth
 
 keras = tf.keras
@@ -54,18 +55,6 @@ def assert_all_close(got, expected):
 
 
 # ------------------------------------------------------------------ side effects
-
-
-class Counter(keras.layers.Layer):
-    """Counts how often it runs, whoever runs it."""
-
-    def __init__(self):
-        super().__init__()
-        self.ran = tf.Variable(0.0, trainable=False)
-
-    def call(self, x):
-        self.ran.assign_add(1.0)
-        return 2.0 * x
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import data, randomize
+from helpers import KERAS_3, Counter, data, randomize, trainable_variables
 from tfa_stochastic_depth import StochasticDepth, _keras, constant, wrap_residuals
 from tfa_stochastic_depth import layer as layer_module
 
 keras = tf.keras
 L = keras.layers
-KERAS_3 = hasattr(keras, "ops")
 
 
-def variables(layer):
-    return [w.value if KERAS_3 else w for w in layer.trainable_variables]
+class Noise(L.Layer):
+    """Draws numbers that nobody can draw again."""
+
+    def call(self, x):
+        return x * tf.random.uniform(tf.shape(x))
 
 
 def jit(f):
@@ -35,7 +37,7 @@ def conditionals(layer, x, compiled):
         with tf.GradientTape() as tape:
             tape.watch(x)
             loss = tf.reduce_sum(layer(x, shortcut=x, training=True))
-        return tape.gradient(loss, [x, *variables(layer)])
+        return tape.gradient(loss, [x, *trainable_variables(layer)])
 
     graph = step.get_concrete_function(x).graph
     return [len(op.outputs) for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
@@ -55,10 +57,6 @@ def test_nothing_is_handed_from_the_forward_to_the_backward_conditional():
 
 
 def test_other_branches_fall_back_on_the_gradient_of_tensorflow():
-    class Noise(L.Layer):
-        def call(self, x):
-            return x * tf.random.uniform(tf.shape(x))
-
     forward, backward = conditionals(StochasticDepth(Noise(), 0.5), tf.ones((4, 2)), compiled=True)
     assert forward > 1 and backward == 1
 
@@ -68,10 +66,6 @@ def test_other_branches_fall_back_on_the_gradient_of_tensorflow():
 
 def test_a_random_branch_has_the_gradient_of_what_it_gave():
     """d (x u) / d x = u for the very numbers u of the forward pass."""
-
-    class Noise(L.Layer):
-        def call(self, x):
-            return x * tf.random.uniform(tf.shape(x))
 
     for noise in (Noise(), L.Dropout(0.5), L.GaussianDropout(0.5)):
         layer = StochasticDepth(noise, 1.0)
@@ -97,7 +91,7 @@ def test_moving_statistics_move_once(p):
     def step(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.square(layer(x, shortcut=x, training=True)))
-        return tape.gradient(loss, variables(layer))
+        return tape.gradient(loss, trainable_variables(layer))
 
     x = data(6, 2)
     jit(step)(tf.constant(x))
@@ -144,15 +138,6 @@ def test_a_counter_in_the_layer_counts_once_a_step(scope):
 
 
 def test_a_variable_of_tensorflows_own_is_not_counted_twice():
-    class Counter(L.Layer):
-        def __init__(self):
-            super().__init__()
-            self.ran = tf.Variable(0.0, trainable=False)
-
-        def call(self, x):
-            self.ran.assign_add(1.0)
-            return 2.0 * x
-
     layer = StochasticDepth(Counter(), 1.0)
 
     def step(x):
@@ -232,7 +217,7 @@ def test_gradients_are_those_of_a_plain_graph(skip, rescale, p):
                 extra = {"shortcut": x} if skip == "shortcut" else {}
                 y = layer(x, side=side, training=True, **extra)
                 loss = tf.reduce_sum(tf.square(y)) + tf.add_n(layer.losses)
-            sources = [x, side, *variables(layer)]
+            sources = [x, side, *trainable_variables(layer)]
             zero = tf.UnconnectedGradients.ZERO
             return loss, tape.gradient(loss, sources, unconnected_gradients=zero)
 
@@ -268,7 +253,7 @@ def test_gradients_have_the_dtype_of_the_weights(policy):
     def step(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.cast(layer(x, shortcut=x, training=True), "float64"))
-        return tape.gradient(loss, variables(layer))
+        return tape.gradient(loss, trainable_variables(layer))
 
     for ours, plain in zip(jit(step)(x), tf.function(step)(x)):
         assert ours.dtype == plain.dtype == ("float64" if policy == "float64" else "float32")
@@ -289,7 +274,7 @@ def test_blocks_inside_blocks():
             with tf.GradientTape() as tape:
                 y = layer(x, shortcut=x, training=True)
             zero = tf.UnconnectedGradients.ZERO
-            return y, tape.gradient(y, variables(layer), unconnected_gradients=zero)
+            return y, tape.gradient(y, trainable_variables(layer), unconnected_gradients=zero)
 
         found.append([tf.nest.flatten(step(tf.constant(data(3, 2)))) for _ in range(12)])
     for ours, theirs in zip(*found):
@@ -312,7 +297,7 @@ def test_a_block_inside_one_that_falls_back_does_so_too():
     def step(x):
         with tf.GradientTape() as tape:
             y = layer(x, training=True)
-        return tape.gradient(y, variables(layer))
+        return tape.gradient(y, trainable_variables(layer))
 
     kernel, bias = jit(step)(x)
     np.testing.assert_allclose(kernel, np.repeat(x.numpy().sum(0)[:, np.newaxis], 2, 1), rtol=1e-5)

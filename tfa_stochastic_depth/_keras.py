@@ -958,9 +958,12 @@ def convolutions(layer):
 def trainable_variables(layers):
     """The trainable weights of layers as `tf.Variable`s in the dtype that they have."""
     found = {id(w): w for layer in layers for w in layer.trainable_weights}
-    if IS_KERAS_3:
-        return [w._value for w in found.values()]
-    return [getattr(w, "_variable", w) for w in found.values()]  # of an AutoCastVariable
+    return [_not_cast(w) for w in found.values()]
+
+
+def _not_cast(variable):
+    """The `tf.Variable` of a weight, which has its own dtype under mixed precision as well."""
+    return variable._value if IS_KERAS_3 else getattr(variable, "_variable", variable)
 
 
 def remember_state(layer):
@@ -973,7 +976,7 @@ def remember_state(layer):
 
     def undo(unless):
         for v, value in state:
-            v.assign(tf.where(unless, tf.convert_to_tensor(v), value))
+            v.assign(tf.where(unless, _not_cast(v), value))
 
     return undo
 
@@ -983,7 +986,7 @@ def _state(layers):
     found = {id(v): v for layer in layers for v in layer.variables}.values()
     if not IS_KERAS_3:  # vocabularies are among them
         found = [v for v in found if isinstance(v, tf.Variable)]
-    return [(v, tf.identity(tf.convert_to_tensor(v))) for v in found if not v.trainable]
+    return [(v, tf.identity(_not_cast(v))) for v in found if not v.trainable]
 
 
 def remember(layers):
