@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
+from tfa_stochastic_depth.switch import random_bits
 
 
 def count_rows(survival_prob, size):
@@ -42,9 +43,7 @@ def draw_rows(seed, count, size):
     Returns:
         An int32 tensor of shape (count,), with each row at most once, in no order.
     """
-    bits = tf.random.stateless_uniform(
-        tf.reshape(size, (1,)), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
-    )
+    bits = random_bits(tf.reshape(size, (1,)), seed)
     return tf.math.top_k(tf.bitcast(bits, tf.int32), count).indices
 
 

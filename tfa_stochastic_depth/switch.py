@@ -5,12 +5,21 @@ from __future__ import annotations
 import tensorflow as tf
 
 
+def random_bits(shape, seed):
+    """uint32 random numbers that follow from the seed alone, in eager mode, graphs and XLA.
+
+    Philox is named because the default generator depends on the device.
+    """
+    return tf.random.stateless_uniform(
+        shape, seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
+    )
+
+
 def draw_switch(seed, survival_prob):
     """Draws the paper's b, true with probability `survival_prob`.
 
-    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA:
-    Philox is named because the default generator depends on the device, and the uniform number
-    is made from its bits here because TensorFlow and XLA round them differently.
+    The draw is a function of the seed alone, the same in eager mode, in a graph and under XLA: the
+    uniform number is made from bits here because TensorFlow and XLA round them differently.
 
     Args:
         seed: Integer tensor of shape (2,).
@@ -19,9 +28,7 @@ def draw_switch(seed, survival_prob):
     Returns:
         A bool scalar tensor.
     """
-    bits = tf.random.stateless_uniform(
-        (), seed, minval=None, maxval=None, dtype=tf.uint32, alg="philox"
-    )
+    bits = random_bits((), seed)
     upper = tf.cast(tf.bitwise.right_shift(bits, tf.constant(8, tf.uint32)), tf.int32)
     u = tf.cast(upper, tf.float32) * 2.0**-24  # in [0, 1), exact
     return u < survival_prob
