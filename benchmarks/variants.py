@@ -5,6 +5,7 @@ backward pass follows it). For a random variant it differs from step to step, an
 switches that were really drawn.
 """
 
+import contextlib
 import functools
 
 import numpy as np
@@ -173,15 +174,12 @@ class Setting:
         return self._compiled(step)
 
 
-class _policy:
+@contextlib.contextmanager
+def _policy(name):
     """Makes what is built inside follow a dtype policy."""
-
-    def __init__(self, name):
-        self._name = name
-
-    def __enter__(self):
-        self._before = keras.mixed_precision.global_policy()
-        keras.mixed_precision.set_global_policy(self._name)
-
-    def __exit__(self, *_):
-        keras.mixed_precision.set_global_policy(self._before)
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy(name)
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_global_policy(before)

@@ -47,7 +47,7 @@ class Arguments:
 
     def copy(self):
         """The same values as tensors of their own, with the masks that they came with."""
-        return self._mapped(self.tensors(), tf.identity, tf.identity)
+        return self._mapped(self.tensors(), tf.identity)
 
     def batch_size(self):
         """How many rows there are, a Python int if it is known, else an int32 scalar tensor."""
@@ -74,7 +74,7 @@ class Arguments:
                     'mode="row" takes rows of ordinary tensors. Use mode="batch" for '
                     f"{layer.name!r}, which is called with a {type(x).__name__}."
                 )
-        return self._mapped(batched, rows.take, rows.take)
+        return self._mapped(batched, rows.take)
 
     def lose_masks(self, taken):
         """Takes the masks away from tensors whose rows have lost them."""
@@ -106,12 +106,13 @@ class Arguments:
             whole |= set(doubtful) - set(found)
         return [x for x in self.tensors() if id(x) not in whole]
 
-    def _mapped(self, tensors, function, mask_function):
+    def _mapped(self, tensors, function):
+        """These arguments with `function(x)`, and of its mask, in place of some of the tensors."""
         values = {}
         for x in tensors:
             y = values[id(x)] = function(x)
             mask = self._masks[id(x)]
-            _keras.set_mask(y, None if mask is None else mask_function(mask))
+            _keras.set_mask(y, None if mask is None else function(mask))
         replace = lambda x: values.get(id(x), x)  # noqa: E731
         args, kwargs, shortcut, stand_in = tf.nest.map_structure(
             replace, (self.args, self.kwargs, self.shortcut, self.stand_in)
