@@ -962,7 +962,7 @@ def test_a_layer_that_cannot_be_copied_names_itself_and_the_way_out(place):
     assert str(error.value) == (
         "The layer 'stubborn' (of type NoConfig) cannot be copied. Give its class a `get_config` "
         "that returns its constructor's arguments, or pass `share_layers=True`, so that the result "
-        "uses the model's own layers instead of copies. The error was: NotImplementedError: no "
+        "uses the model's own layers. The error was: NotImplementedError: no "
         "configuration here"
     )
     wrapped = wrap_residuals(model, rescale="training", share_layers=True)

@@ -9,6 +9,7 @@ from tfa_stochastic_depth.layer import StochasticDepth, get_survival_probs, set_
 from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
 from tfa_stochastic_depth.survival import constant, existing, linear_decay
 from tfa_stochastic_depth.transfer import copy_weights
+from tfa_stochastic_depth.unwrap import unwrap_residuals
 from tfa_stochastic_depth.wrap import find_residuals, wrap_residuals
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "get_survival_probs",
     "linear_decay",
     "set_survival_probs",
+    "unwrap_residuals",
     "wrap_residuals",
 ]

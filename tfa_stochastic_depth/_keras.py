@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import math
 import random
 import re
@@ -68,6 +69,10 @@ def shape(tensor):
 
 def is_floating(tensor):
     return tf.as_dtype(tensor.dtype).is_floating
+
+
+def dtype_name(tensor):
+    return tf.as_dtype(tensor.dtype).name
 
 
 def is_dense(tensor):
@@ -302,6 +307,19 @@ def _operation(op):
     return getattr(op, "symbol", None)
 
 
+@functools.cache
+def _plus():
+    """The operation that `x + y` is."""
+    x = keras.Input(shape=(1,), name="x")
+    return (x + x)._keras_history[0]
+
+
+def operator_sum(x, y, name):
+    """`x + y` as a call of an operation of this name."""
+    plus = _plus()
+    return type(plus).from_config({**plus.get_config(), "name": name})(x, y)
+
+
 # ------------------------------------------------------------------ what layers are
 
 _SIZING = re.compile(
@@ -358,6 +376,121 @@ def own_survival_prob(layer):
     return None
 
 
+_HOMOGENEOUS = [keras.activations.linear, keras.activations.relu]
+_HOMOGENEOUS += [getattr(keras.activations, "leaky_relu", None)]
+
+# Layers whose output is multiplied by a number if these weights of theirs are.
+_LINEAR = {
+    r"Dense|EinsumDense|Conv[123]D(Transpose)?": ("kernel", "bias"),
+    r"DepthwiseConv[12]D": ("depthwise_kernel", "bias"),
+    r"SeparableConv[12]D": ("pointwise_kernel", "bias"),
+    r"BatchNormalization|LayerNormalization|GroupNormalization": ("gamma", "beta"),
+    r"RMSNormalization": ("scale",),
+    r"MultiHeadAttention|GroupQueryAttention": ("_output_dense.kernel", "_output_dense.bias"),
+}
+_LINEAR = {
+    getattr(keras.layers, name): weights
+    for pattern, weights in _LINEAR.items()
+    for name in dir(keras.layers)
+    if re.fullmatch(pattern, name)
+}
+
+
+def linear_weights(layer):
+    """The weights that multiply all that a layer gives if they are multiplied by a number >= 0.
+
+    Returns:
+        Their names, as paths of attributes. () if no weights do that, or it is not known.
+    """
+    if type(layer) is keras.layers.TimeDistributed:
+        return tuple(f"layer.{path}" for path in linear_weights(layer.layer))
+    names = _own_linear_weights(layer)
+    found = tuple(path for path in names if _attribute(layer, path) is not None)
+    return found if found[:1] == names[:1] else ()  # an offset alone is not enough
+
+
+def _own_linear_weights(layer):
+    if type(layer).__name__ == "LayerScale":  # keras.applications, KerasHub and KerasCV
+        return ("gamma",)
+    if getattr(layer, "activation", None) not in (None, *_HOMOGENEOUS):
+        return ()
+    if getattr(layer, "quantization_mode", None) or getattr(layer, "lora_enabled", False):
+        return ()
+    for cls, names in _LINEAR.items():
+        if isinstance(layer, cls) and type(layer).call is cls.call:
+            return names
+    return ()
+
+
+def _attribute(layer, path):
+    for name in path.split("."):
+        layer = getattr(layer, name, None)
+    return layer
+
+
+def scale_weight(layer, path, factor):
+    """Multiplies a weight of a layer by a number, rounding once."""
+    weight = _attribute(layer, path)
+    dtype = tf.as_dtype(weight.dtype)
+    value = np.asarray(_not_cast(weight)).astype("float64") * factor
+    weight.assign(tf.cast(value, dtype))
+
+
+_PASSING = re.compile(
+    r"Reshape|Flatten|Permute|RepeatVector|Identity|PReLU|LeakyReLU|"
+    r"(Spatial)?Dropout(\dD)?|(Cropping|ZeroPadding|UpSampling)\dD|"
+    r"(Global)?(Average|Max)Pool(ing)?\dD"
+)
+_PASSING_LAYERS = {
+    getattr(keras.layers, name) for name in dir(keras.layers) if _PASSING.fullmatch(name)
+}
+_PASSING_OPERATIONS = frozenset(
+    # Keras 3's operation classes, and TensorFlow's symbols, as Keras 2 records them
+    "Reshape Transpose GetItem Squeeze ExpandDims AveragePool MaxPool Relu LeakyRelu "
+    "nn.relu nn.leaky_relu nn.avg_pool nn.avg_pool2d nn.max_pool nn.max_pool2d reshape transpose "
+    "squeeze expand_dims __operators__.getitem strided_slice".split()
+)
+_PRODUCTS = frozenset("Multiply math.multiply __operators__.mul".split())
+
+
+def scales_with(node):
+    """On which of its inputs it depends, how a call's output is multiplied by a number >= 0.
+
+    Returns:
+        A list of choices, each a list of symbolic tensors: if all of those in one choice are
+        multiplied by the number, so is the output.
+    """
+    op = callee(node)
+    tensors = [t for t in tensors_in(node) if is_floating(t)]
+    if isinstance(op, keras.layers.Add) or _operation(op) in ("Add", "__operators__.add"):
+        return [list(addends)] if (addends := _addends(node)) else []
+    if type(op) is keras.layers.Concatenate or _operation(op) in ("Concatenate", "concat"):
+        return [tensors] if all(map(is_symbolic, _listed(node))) else []
+    if type(op) is keras.layers.Multiply or _operation(op) in _PRODUCTS:
+        return [[t] for t in tensors]
+    if len(tensors) == 1 and _is_homogeneous(op):
+        return [tensors]
+    return []
+
+
+def _is_homogeneous(op):
+    """Whether a call with a number >= 0 times a tensor gives the number times what it gave."""
+    if type(op) is keras.layers.Activation:
+        return op.activation in _HOMOGENEOUS
+    if type(op) is keras.layers.ReLU:
+        return op.max_value is None and not op.threshold
+    if type(op) is keras.layers.Rescaling:
+        return np.all(np.equal(op.offset, 0))
+    if type(op) is keras.layers.TimeDistributed:
+        return _is_homogeneous(op.layer)
+    return (
+        type(op) in _PASSING_LAYERS
+        or _operation(op) in _PASSING_OPERATIONS
+        or own_survival_prob(op) is not None
+        or type(op).__name__ == "SlicingOpLambda"
+    )
+
+
 def layers_in_order(model):
     """A model's layers and all layers inside them, each once, in the order of the model's calls."""
     found = {}
@@ -380,6 +513,10 @@ def own_weights(layer):
     """The weights of a layer that are not those of layers inside it."""
     inside = {id(w) for child in children(layer) for w in child.weights}
     return [w for w in weights(layer) if id(w) not in inside]
+
+
+def is_layer(value):
+    return isinstance(value, keras.layers.Layer)
 
 
 def sublayers(layer):
@@ -537,11 +674,11 @@ def copy_input(tensor):
     return type(layer).from_config(layer.get_config()).output
 
 
-def copy_layer(layer):
+def copy_layer(layer, way_out):
     """A new layer or operation of the same configuration, without its weights.
 
     Raises:
-        ValueError: If it cannot be copied.
+        ValueError: If it cannot be copied. It ends in `way_out`: what to do instead.
     """
     if type(layer) is keras.layers.Lambda:
         return _copy_lambda(layer)
@@ -554,9 +691,8 @@ def copy_layer(layer):
     except Exception as error:  # whatever a foreign get_config or constructor may raise
         raise ValueError(
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied. Give its "
-            "class a `get_config` that returns its constructor's arguments, or pass "
-            "`share_layers=True`, so that the result uses the model's own layers instead of "
-            f"copies. The error was: {type(error).__name__}: {error}"
+            f"class a `get_config` that returns its constructor's arguments, or {way_out}. "
+            f"The error was: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -620,6 +756,23 @@ def _copy_lambda(layer):
     )
 
 
+def serialize(layer):
+    """A layer's class and configuration, for `deserialize`; `None` if it has no usable one."""
+    if not isinstance(layer, keras.layers.Layer):
+        return None
+    with contextlib.suppress(Exception):  # whatever a foreign get_config may raise
+        config = keras.layers.serialize(layer)
+        json.dumps(config)
+        return config
+
+
+def deserialize(config):
+    """A layer from its class and configuration; `None` if it cannot be made."""
+    if config is not None:
+        with contextlib.suppress(Exception):  # an unknown class, or whatever its code may raise
+            return keras.layers.deserialize(config)
+
+
 def called_layers(model):
     """The layers that a functional model and those nested in it call, each once."""
     found = {}
@@ -638,11 +791,11 @@ def holders(layers):
     return held
 
 
-def copy_state(layer, twin):
+def copy_state(layer, twin, way_out):
     """Gives a built copy the weights, the other saved state and the flags of its original.
 
     Raises:
-        ValueError: If their weights do not match.
+        ValueError: If their weights do not match. It ends in `way_out`: what to do instead.
     """
     if not isinstance(layer, keras.layers.Layer):
         return
@@ -660,7 +813,7 @@ def copy_state(layer, twin):
             f"The layer {layer.name!r} (of type {type(layer).__name__}) cannot be copied: made "
             f"anew from its configuration it has {len(twin.weights)} weights, and the original "
             f"has {len(layer.weights)}, or their shapes differ. Make its `get_config` complete, "
-            "or pass `share_layers=True`."
+            f"or {way_out}."
         )
     if layer.weights:
         twin.set_weights(layer.get_weights())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import warnings
 
@@ -125,6 +126,21 @@ def _check_skip(skip):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """What was there before `wrap_residuals`, for `unwrap_residuals`.
+
+    Attributes:
+        branch: Which of the two tensors of the sum was the branch, 0 or 1.
+        merge: Class and configuration of the layer that made the sum, if it is not a plain one.
+        drop: Class and configuration of the drop that the branch ended in.
+    """
+
+    branch: int
+    merge: dict | None = None
+    drop: dict | None = None
+
+
 @_keras.register
 class StochasticDepth(_keras.Wrapper):
     """Runs a layer in a random part of the training steps, and always, scaled, at inference.
@@ -177,7 +193,8 @@ class StochasticDepth(_keras.Wrapper):
             follows from `keras.utils.set_random_seed`. Layers that shall drop independently need
             different seeds.
         **kwargs: `name`, `trainable`, and `dtype`, which is `layer`'s own policy by default.
-            `supports_masking=False` stops masks here.
+            `supports_masking=False` stops masks here. `replaced` is a note of `wrap_residuals`
+            for `unwrap_residuals`.
 
     Call arguments:
         inputs: What `layer` takes first: a tensor `(batch, ...)` or a nested structure of them.
@@ -225,6 +242,7 @@ class StochasticDepth(_keras.Wrapper):
         _check_skip(skip)
         survival_prob = check_survival_prob(survival_prob)
         passes_masks = kwargs.pop("supports_masking", True)
+        replaced = kwargs.pop("replaced", None)
         kwargs.setdefault("dtype", _keras.policy_like(layer))
         # The wrapped layer casts what it takes by its own policy. Casting here as well would
         # round its inputs twice.
@@ -234,7 +252,8 @@ class StochasticDepth(_keras.Wrapper):
         self.skip = skip
         self.seed = None if seed is None else int(seed)
         self.supports_masking = True  # Keras 3 warns of masks that end in a layer without
-        self._passes_masks = passes_masks
+        self.passes_masks = passes_masks
+        self.replaced = Replaced(**replaced) if isinstance(replaced, dict) else replaced
         self._specs = Specs()
         self._gives_rows = False
         self._compiled_survival_prob = None
@@ -282,7 +301,7 @@ class StochasticDepth(_keras.Wrapper):
             outputs, masks = self._kept(arguments, training)
         else:
             outputs, masks = self._train(arguments, training)
-        return set_masks(outputs, masks if self._passes_masks else {})
+        return set_masks(outputs, masks if self.passes_masks else {})
 
     def _own(self, x):
         if self.mode == "row" and isinstance(x, np.ndarray):
@@ -567,7 +586,7 @@ class StochasticDepth(_keras.Wrapper):
 
     def compute_mask(self, inputs, mask=None):
         """The mask of the wrapped layer's output, for layers that ask before they call."""
-        return None if not self._passes_masks else _keras.output_mask(self.layer, inputs, mask)
+        return None if not self.passes_masks else _keras.output_mask(self.layer, inputs, mask)
 
     def compute_output_shape(self, input_shape):
         """The shape of the wrapped layer's output."""
@@ -585,8 +604,10 @@ class StochasticDepth(_keras.Wrapper):
         )
         if isinstance(self.skip, keras.layers.Layer):
             config["skip"] = keras.layers.serialize(self.skip)
-        if not self._passes_masks:
+        if not self.passes_masks:
             config["supports_masking"] = False
+        if self.replaced is not None:
+            config["replaced"] = dataclasses.asdict(self.replaced)
         return config
 
     @classmethod

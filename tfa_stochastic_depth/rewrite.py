@@ -6,9 +6,13 @@ import dataclasses
 import random
 
 from tfa_stochastic_depth import _keras
-from tfa_stochastic_depth.layer import StochasticDepth
+from tfa_stochastic_depth.layer import Replaced, StochasticDepth
+from tfa_stochastic_depth.replay import Copies, new_arguments, record
 
 keras = _keras.keras
+
+# The end of the name of the layer that multiplies a branch as the sum it replaces did.
+FACTOR = "_scale"
 
 
 def rewrite(reading, residuals, options, replace_existing=True, share_layers=False, seed=None):
@@ -41,7 +45,7 @@ def rewrite(reading, residuals, options, replace_existing=True, share_layers=Fal
     rewriter = _Rewriter(reading, wrapped, options, replace_existing, share_layers)
     model = rewriter.model(reading)
     if not share_layers:
-        rewriter.copy_state()
+        rewriter.copies.copy_state()
     return model
 
 
@@ -64,9 +68,9 @@ class _Rewriter:
         self._replace_existing = replace_existing
         self._share_layers = share_layers
         self._uses = reading.graph.uses()
-        # Number of a layer or nested model, and what it is private to -> (original, new one).
-        self._models = {}
-        self._twins = {}
+        self.copies = Copies(
+            "pass `share_layers=True`, so that the result uses the model's own layers"
+        )
 
     def model(self, reading, owner=None):
         """The new model for a reading; a nested model that is called twice is made once.
@@ -74,51 +78,27 @@ class _Rewriter:
         With an `owner`, a `_Scope`, it is one that shares no layer with any other.
         """
         graph = reading.graph.layer
+        scope = _whole(reading.graph) if owner is None else owner.inside(graph)
+        # It is private to its owner, if it has one.
         key = graph, owner and owner.name
-        if key not in self._models:
-            scope = _whole(reading.graph) if owner is None else owner.inside(graph)
-            signature = _keras.signature(_keras.functional(reading.model))
-            values = {id(t): _keras.copy_input(t) for t in _keras.flatten(signature[0])}
-            blocks = self._wrapped.get(graph, {})
-            inside = {i for m, (block, _) in blocks.items() for i in block.site.region - {m}}
-            for i in range(len(reading.nodes)):
-                if i in blocks:
-                    _record(reading, i, self._block(reading, *blocks[i], values), values)
-                elif i not in inside:
-                    _record(reading, i, self._call(reading, i, values, scope), values)
-            inputs, outputs = (_keras.map_structure(lambda t: values[id(t)], s) for s in signature)
-            self._models[key] = reading.model, _keras.rebuild(reading.model, inputs, outputs)
-        return self._models[key][1]
+        return self.copies.model(reading.model, key, lambda: self._build(reading, scope))
 
-    def copy_state(self):
-        """Gives copies the weights and trainable flags of their originals, from the outside in.
-
-        Raises:
-            ValueError: If two originals share a layer with weights, which their copies would not.
-        """
-        self._check_tied()
-        for model, twin in reversed(self._models.values()):  # inner ones were made first
-            twin.trainable = model.trainable
-        for original, twin in self._twins.values():
-            _keras.copy_state(original, twin)
-
-    def _check_tied(self):
-        originals = {id(layer): layer for layer, _ in self._twins.values()}.values()
-        originals = [layer for layer in originals if _keras.weights(layer)]
-        holders = _keras.holders(originals)
-        for original in originals:
-            for part in _keras.with_sublayers(original):
-                other, *more = holders[id(part)]
-                if more and _keras.weights(part):
-                    raise ValueError(
-                        f"The layer {part.name!r} is used by both {other.name!r} and "
-                        f"{more[0].name!r}. Copies of them would not share it any more: pass "
-                        "`share_layers=True`, so that the result uses the model's own layers."
-                    )
+    def _build(self, reading, scope):
+        signature = _keras.signature(_keras.functional(reading.model))
+        values = {id(t): _keras.copy_input(t) for t in _keras.flatten(signature[0])}
+        blocks = self._wrapped.get(reading.graph.layer, {})
+        inside = {i for m, (block, _) in blocks.items() for i in block.site.region - {m}}
+        for i, node in enumerate(reading.nodes):
+            if i in blocks:
+                record(node, self._block(reading, *blocks[i], values), values)
+            elif i not in inside:
+                record(node, self._call(reading, i, values, scope), values)
+        inputs, outputs = (_keras.map_structure(lambda t: values[id(t)], s) for s in signature)
+        return _keras.rebuild(reading.model, inputs, outputs)
 
     def _call(self, reading, i, values, scope):
         """Repeats call `i` on new values."""
-        args, kwargs = _new_arguments(reading, i, values)
+        args, kwargs = new_arguments(reading.nodes[i], values)
         callee = self._callee(reading, i, scope)
         nested = reading.nested.get(reading.graph.calls[i].layer)
         if nested is not None and nested.opened and self._is_rebuilt(nested):
@@ -139,16 +119,20 @@ class _Rewriter:
             return self.model(nested, scope if needs_copy else None)
         if self._share_layers and not needs_copy:
             return layer
-        key = number, scope.name if private else None
-        if key not in self._twins:
-            self._twins[key] = layer, _keras.copy_layer(layer)
-        return self._twins[key][1]
+        return self.copies.layer(layer, (number, scope.name if private else None))
 
     def _is_rebuilt(self, nested):
         """Whether a nested model is replayed, rather than copied or shared as one layer."""
         if any(graph.layer in self._wrapped for _, graph in nested.graph.walk()):
             return True
-        return not nested.opened and not self._share_layers and _keras.keeps_class(nested.model)
+        if nested.opened or self._share_layers or not _keras.keeps_class(nested.model):
+            return False
+        if not isinstance(nested.model, keras.Sequential):
+            return True
+        # Rebuilt, a Sequential model would be a functional one; copied, it shares no layer.
+        inside = {graph.layer for _, graph in nested.graph.walk()}
+        users = [{graph for graph, _ in places} for places in self._uses.values()]
+        return any(graphs & inside and not graphs <= inside for graphs in users)
 
     def _block(self, reading, block, seed, values):
         """Calls a `StochasticDepth` where a block was."""
@@ -156,11 +140,12 @@ class _Rewriter:
         options = {"name": self._name(reading, site.merge), "seed": seed, **self._options}
         if block.kind == "layer":
             layer = self._callee(reading, site.merge, _whole(reading.graph))
-            args, kwargs = _new_arguments(reading, site.merge, values)
+            args, kwargs = new_arguments(node, values)
             wrapper = StochasticDepth(layer, block.survival_prob, skip="identity", **options)
             return wrapper(*args, **kwargs)
         if not _keras.emits_mask(node):
             options["supports_masking"] = False
+        options["replaced"] = self._replaced(reading, site)
         wrapper = StochasticDepth(
             self._branch(reading, block),
             block.survival_prob,
@@ -170,6 +155,20 @@ class _Rewriter:
         inputs = [values[id(reading.tensors[t])] for t in site.inputs]
         shortcut = values[id(reading.tensors[site.shortcut])]
         return wrapper(inputs[0] if len(inputs) == 1 else inputs, shortcut=shortcut)
+
+    def _replaced(self, reading, site):
+        """What the block had in place of a `StochasticDepth`, for `unwrap_residuals`."""
+        call, node = reading.graph.calls[site.merge], reading.nodes[site.merge]
+        merge, drop = _keras.callee(node), None
+        # A sum by another name is made again, unless it drops its branch itself.
+        plain = call.branch is None or call.drop is not None or _keras.weights(merge)
+        if self._replace_existing and site.drop is not None:
+            drop = _keras.callee(reading.nodes[site.drop])
+        return Replaced(
+            branch=call.addends.index(site.branch),
+            merge=None if plain else _keras.serialize(merge),
+            drop=None if drop is None else _keras.serialize(drop),
+        )
 
     def _name(self, reading, i):
         """The name of a merge, made unique where one layer makes several sums."""
@@ -194,11 +193,11 @@ class _Rewriter:
         ]
         values = dict(zip(map(id, tensors), inputs))
         for i in sorted(region):
-            _record(reading, i, self._call(reading, i, values, branch), values)
+            record(reading.nodes[i], self._call(reading, i, values, branch), values)
         output = values[id(reading.tensors[end])]
         if site.factor != 1:
             dtype = _keras.policy_for(output.dtype)
-            scale = keras.layers.Rescaling(site.factor, name=f"{name}_scale", dtype=dtype)
+            scale = keras.layers.Rescaling(site.factor, name=f"{name}{FACTOR}", dtype=dtype)
             output = scale(output)
         return keras.Model(inputs[0] if len(inputs) == 1 else inputs, output, name=name)
 
@@ -231,15 +230,3 @@ class _Scope:
 def _whole(graph):
     places = {(graph.layer, i) for i in range(len(graph.calls))}
     return _Scope((graph.layer,), places, in_branch=False)
-
-
-def _new_arguments(reading, i, values):
-    """The arguments of call `i` with new values in place of the old tensors."""
-    return _keras.map_structure(
-        lambda x: values[id(x)] if _keras.is_symbolic(x) else x,
-        _keras.call_arguments(reading.nodes[i]),
-    )
-
-
-def _record(reading, i, outputs, values):
-    values.update(zip(map(id, _keras.tensors_out(reading.nodes[i])), _keras.flatten(outputs)))

@@ -80,7 +80,7 @@ def _inside(layer):
     """The layers with weights inside a layer; wrappers and their branches are looked through."""
     found = {}
     for child in _keras.children(layer):
-        ours = isinstance(child, StochasticDepth) or _is_branch(child, layer)
+        ours = isinstance(child, StochasticDepth) or is_branch(child, layer)
         if _keras.weights(child):
             found.update((id(x), x) for x in (_inside(child) if ours else [child]))
     return list(found.values())
@@ -105,7 +105,7 @@ def _check_same(where, path, layers, others):
         )
 
 
-def _is_branch(layer, holder):
+def is_branch(layer, holder):
     """Whether a layer is the model that holds the branch of a block."""
     if not isinstance(holder, StochasticDepth) or not isinstance(layer, keras.Model):
         return False
