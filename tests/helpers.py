@@ -1,5 +1,7 @@
 """What several test files use: data, weights that can be told apart, comparisons."""
 
+import collections
+
 import numpy as np
 import tensorflow as tf
 
@@ -103,6 +105,16 @@ def node_counts(model):
 
 def operations_in(function):
     """The types of all operations of a traced function, also of the functions it calls."""
+    return set(_operations(function))
+
+
+def operation_counts(model, x):
+    """How many operations of each type a model takes for a prediction."""
+    run = tf.function(lambda x: model(x, training=False)).get_concrete_function(x)
+    return collections.Counter(_operations(run))
+
+
+def _operations(function):
     graph = function.graph.as_graph_def()
     called = (node for inner in graph.library.function for node in inner.node_def)
-    return {node.op for node in [*graph.node, *called]}
+    return [node.op for node in [*graph.node, *called]]

@@ -15,8 +15,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, assert_same_outputs, assert_same_weights, outputs, weights_by_layer
-from tfa_stochastic_depth import constant, find_residuals, set_survival_probs, wrap_residuals
+from helpers import (
+    KERAS_3,
+    assert_same_outputs,
+    assert_same_weights,
+    outputs,
+    weights_by_layer,
+)
+from tfa_stochastic_depth import (
+    constant,
+    find_residuals,
+    set_survival_probs,
+    unwrap_residuals,
+    wrap_residuals,
+)
 
 keras = tf.keras
 applications = keras.applications
@@ -36,12 +48,14 @@ class Row:
         projections: How many of them have a shortcut with a layer on it.
         refusals: Part of the reason -> the number of sums that are no blocks for that reason.
         size: The smallest image that the network takes.
+        rescalings: How many branches end in layers of which no weights can take a factor.
     """
 
     blocks: int
     projections: int = 0
     refusals: dict = dataclasses.field(default_factory=dict)
     size: int = 32
+    rescalings: int = 0
 
 
 def stages(*repeats, projections=None):
@@ -427,6 +441,8 @@ def test_zoo(name):
     (kept,) = outputs(wrapped, x)
     np.testing.assert_allclose(kept, expected, rtol=0, atol=1e-6)
 
+    check_unwrapping(name, model, wrapped, x)
+
     for layer in model.layers:
         if layer.name.endswith("_drop"):
             layer.rate = 0  # at the end of a branch: the wrapped model has none
@@ -443,6 +459,28 @@ def test_zoo(name):
         assert np.abs(dropped - expected).max() > 0.01
         # Without any branch the network still tells the images apart: the shortcuts are there.
         assert np.abs(dropped - dropped[0]).max() > 1e-3
+
+
+def check_unwrapping(name, model, wrapped, x):
+    """The plain model is the original one, but for the factor in its weights."""
+    # A power of two is exact in all products. What other factors are rounded to would show here,
+    # since these weights make differences grow: `benchmarks/folding.py` has those.
+    set_survival_probs(wrapped, [0.25] * ZOO[name].blocks)
+    plain = unwrap_residuals(wrapped)
+    (ours,), (theirs,) = outputs(plain, x), outputs(wrapped, x)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    called = calls_of(plain)
+    added = [call for call in called if call[1].endswith("_branch_factor")]
+    assert len(added) == ZOO[name].rescalings
+    assert [call for call in called if call not in added] == calls_of(model)
+    assert [w.shape for w in plain.weights] == [w.shape for w in model.weights]
+    set_survival_probs(wrapped, [1] * ZOO[name].blocks)
+
+
+def calls_of(model):
+    """The class and name of each layer and operation of a model, and how often it is called."""
+    graph = getattr(model, "operations", model.layers)
+    return [(type(op), op.name, len(op._inbound_nodes)) for op in graph]
 
 
 def without_branches(model, family):

@@ -314,10 +314,9 @@ def _plus():
     return (x + x)._keras_history[0]
 
 
-def operator_sum(x, y, name):
-    """`x + y` as a call of an operation of this name."""
-    plus = _plus()
-    return type(plus).from_config({**plus.get_config(), "name": name})(x, y)
+def plus(name):
+    """An operation of this name that is called with two symbolic tensors, and is `x + y`."""
+    return type(_plus()).from_config({**_plus().get_config(), "name": name})
 
 
 # ------------------------------------------------------------------ what layers are
@@ -382,7 +381,7 @@ _HOMOGENEOUS += [getattr(keras.activations, "leaky_relu", None)]
 # Layers whose output is multiplied by a number if these weights of theirs are.
 _LINEAR = {
     r"Dense|EinsumDense|Conv[123]D(Transpose)?": ("kernel", "bias"),
-    r"DepthwiseConv[12]D": ("depthwise_kernel", "bias"),
+    r"DepthwiseConv[12]D": ("kernel" if IS_KERAS_3 else "depthwise_kernel", "bias"),
     r"SeparableConv[12]D": ("pointwise_kernel", "bias"),
     r"BatchNormalization|LayerNormalization|GroupNormalization": ("gamma", "beta"),
     r"RMSNormalization": ("scale",),
@@ -766,11 +765,21 @@ def serialize(layer):
         return config
 
 
+def same_without_weights(layer):
+    """A text that is the same for layers without weights that do the same under one name."""
+    saved = serialize(layer)
+    if saved is None:
+        return layer.name
+    # Not whether it is trained, nor the shape that it was built for.
+    config = {k: v for k, v in saved["config"].items() if k != "trainable"}
+    return json.dumps([layer.name, saved["class_name"], config], sort_keys=True)
+
+
 def deserialize(config):
     """A layer from its class and configuration; `None` if it cannot be made."""
-    if config is not None:
-        with contextlib.suppress(Exception):  # an unknown class, or whatever its code may raise
-            return keras.layers.deserialize(config)
+    with contextlib.suppress(Exception):  # an unknown class, or whatever its code may raise
+        layer = keras.layers.deserialize(config)
+        return layer if is_layer(layer) else None
 
 
 def called_layers(model):

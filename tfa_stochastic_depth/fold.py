@@ -51,7 +51,11 @@ class Foldable:
             for x in inside:
                 self._count(x, layers, seen)
 
-    def _in_graph(self, graph):
+    def _in_graph(self, graph, outside=lambda t: None):
+        """The weights to multiply for what a graph gives.
+
+        `outside` says which they are if one of its inputs is to be multiplied.
+        """
         outputs = _keras.flatten(_keras.signature(graph)[1])
         if len(outputs) != 1:
             return None
@@ -62,10 +66,17 @@ class Foldable:
 
         def at(tensor):
             node = maker[id(tensor)]
-            several = uses[id(tensor)] > 1 or len(_keras.tensors_out(node)) > 1
-            if several or _keras.is_input_call(node):
+            if uses[id(tensor)] > 1 or len(_keras.tensors_out(node)) > 1:
                 return None
+            if _keras.is_input_call(node):
+                return outside(tensor)
             op = _keras.callee(node)
+            if _keras.is_functional(op):
+                inner = _keras.functional(op)
+                given = zip(_keras.flatten(_keras.signature(inner)[0]), _keras.tensors_in(node))
+                given = {id(ours): theirs for ours, theirs in given}
+                alone = self._calls[id(op)] == 1
+                return self._in_graph(inner, lambda t: at(given[id(t)])) if alone else None
             if _keras.is_layer(op) and (own := self.weights(op)):
                 return own
             for choice in _keras.scales_with(node):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 
 from tfa_stochastic_depth import _keras
 from tfa_stochastic_depth.fold import Foldable
@@ -94,6 +93,7 @@ class _Unwrapper:
         self.done = set()  # ids of the wrappers that were met
         self.to_scale = {}  # id of a wrapper -> [(layer, names of weights, factor)]
         self.copies = Copies("build the plain model anew and use `copy_weights(wrapped, plain)`")
+        self._made = {}  # what stands for a wrapper: (its id, name) -> layer
         self._fold = fold
         self._foldable = Foldable(model)
 
@@ -131,7 +131,7 @@ class _Unwrapper:
         if not _keras.is_layer(layer) or _keras.weights(layer):
             key = id(layer)
         else:  # branches had copies of their own of layers without weights: make them one again
-            key = place, layer.name, json.dumps(_keras.serialize(layer), sort_keys=True)
+            key = place, _keras.same_without_weights(layer)
         if _is_rebuilt(layer):
             return self.model(layer, key)
         return self.copies.layer(layer, key)
@@ -140,7 +140,7 @@ class _Unwrapper:
         """What a `StochasticDepth` gives at inference, from other layers."""
         factor = wrapper.survival_prob if self._fold and wrapper.rescale == "inference" else 1.0
         inputs, shortcut = given["inputs"], given["shortcut"]
-        merge = _keras.deserialize(wrapper.replaced and wrapper.replaced.merge)
+        merge = self._own(wrapper, "merge", lambda _: self._replaced(wrapper, "merge"))
         branch = self._branch(wrapper, given, place, without_factor=merge is not None)
         if wrapper.skip is not None:
             if factor == 1:
@@ -154,7 +154,7 @@ class _Unwrapper:
             return self._added(wrapper, branch, other, name)
         if factor != 1 and not self._takes_factor(wrapper, factor):
             branch = self._rescaled(wrapper, branch, factor, f"{wrapper.name}_branch_factor")
-        drop = _keras.deserialize(wrapper.replaced and wrapper.replaced.drop)
+        drop = self._own(wrapper, "drop", lambda _: self._replaced(wrapper, "drop"))
         if drop is not None:
             branch = drop(branch)
         if shortcut is None:
@@ -165,8 +165,12 @@ class _Unwrapper:
         if merge is not None:
             return merge(list(operands))
         if not wrapper.passes_masks:
-            return _keras.operator_sum(*operands, name=wrapper.name)
+            return self._own(wrapper, wrapper.name, _keras.plus)(*operands)
         return self._added(wrapper, *operands, wrapper.name)
+
+    def _replaced(self, wrapper, what):
+        """A layer that `wrap_residuals` replaced, or `None`."""
+        return wrapper.replaced and _keras.deserialize(getattr(wrapper.replaced, what))
 
     def _branch(self, wrapper, given, place, without_factor):
         """What the layer in a `StochasticDepth` gives."""
@@ -193,29 +197,39 @@ class _Unwrapper:
         return found is not None
 
     def _rescaled(self, wrapper, tensors, factor, name):
-        dtype = _keras.policy_like(wrapper)
-        return _each(
-            lambda x, i: keras.layers.Rescaling(factor, name=f"{name}{i}", dtype=dtype)(x), tensors
-        )
+        def layer(name):
+            return keras.layers.Rescaling(factor, name=name, dtype=_keras.policy_like(wrapper))
+
+        return _each(lambda x, i: self._own(wrapper, f"{name}{i}", layer)(x), tensors)
 
     def _added(self, wrapper, tensors, others, name):
-        dtype = _keras.policy_like(wrapper)
+        def layer(name):
+            return keras.layers.Add(name=name, dtype=_keras.policy_like(wrapper))
+
         return _each(
-            lambda x, i, y: keras.layers.Add(name=f"{name}{i}", dtype=dtype)([x, y]),
-            tensors,
-            others,
+            lambda x, i, y: self._own(wrapper, f"{name}{i}", layer)([x, y]), tensors, others
         )
 
     def _cast(self, wrapper, tensors):
         """Tensors in the dtype that a `StochasticDepth` gives."""
 
+        def layer(name):
+            dtype = _keras.policy_like(wrapper)
+            return keras.layers.Activation("linear", name=name, dtype=dtype)
+
         def cast(x, i):
             if _keras.dtype_name(x) == wrapper.compute_dtype:
                 return x
-            dtype = _keras.policy_like(wrapper)
-            return keras.layers.Activation("linear", name=f"{wrapper.name}{i}", dtype=dtype)(x)
+            return self._own(wrapper, f"{wrapper.name}{i}", layer)(x)
 
         return _each(cast, tensors)
+
+    def _own(self, wrapper, name, make):
+        """A layer that does a part of a wrapper's work: the same in all calls of the wrapper."""
+        key = id(wrapper), name
+        if key not in self._made:
+            self._made[key] = make(name)
+        return self._made[key]
 
 
 def _each(function, tensors, *others):
