@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, wrappers
+from helpers import KERAS_3, every_layer, wrappers
 from tfa_stochastic_depth import (
     constant,
     copy_weights,
     find_residuals,
     set_survival_probs,
+    unwrap_residuals,
     wrap_residuals,
 )
 
@@ -253,6 +254,26 @@ def test_every_weight_is_found_again(name, kept):
     assert len(ours) == len(model.weights) + 2 * MODELS[name][2]
     for weight in model.get_weights():
         assert any(w.shape == weight.shape and np.array_equal(w, weight) for w in ours)
+
+
+@of_keras_3
+def test_unwrapped(name, kept):
+    model, wrapped = kept
+    x = inputs_of(model)
+    if name in NOT_COPIED:
+        with pytest.raises(ValueError, match="cannot be copied.*or build the plain model anew"):
+            unwrap_residuals(wrapped)
+        return
+    assert_close(outputs(unwrap_residuals(wrapped), x), outputs(model, x))
+    _, block_layers, blocks, _ = MODELS[name]
+    wrapped = wrap_residuals(model, constant(0.7), block_layers=block_layers)
+    plain = unwrap_residuals(wrapped)
+    assert not wrappers(plain)
+    assert_close(outputs(plain, x), outputs(wrapped, x), atol=1e-5)
+    # Two for each layer that adds its own shortcut, and else none.
+    added = [x for x in every_layer(plain) if x.endswith(("_branch_scale", "_skip_scale"))]
+    assert len(added) == (2 * blocks if block_layers else 0)
+    assert not any("_branch_factor" in x for x in every_layer(plain))
 
 
 @pytest.mark.slow
