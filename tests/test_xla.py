@@ -39,8 +39,9 @@ def conditionals(layer, x, compiled):
             loss = tf.reduce_sum(layer(x, shortcut=x, training=True))
         return tape.gradient(loss, [x, *trainable_variables(layer)])
 
-    graph = step.get_concrete_function(x).graph
-    return [len(op.outputs) for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
+    graph = step.get_concrete_function(x).graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    return [len(n.attr["Tout"].list.type) for n in nodes if n.op in ("If", "StatelessIf")]
 
 
 def mlp():
@@ -52,8 +53,8 @@ def test_nothing_is_handed_from_the_forward_to_the_backward_conditional():
     x = tf.constant(data(4, 2))
     layer = StochasticDepth(mlp(), 0.5)
     assert conditionals(layer, x, compiled=True) == [1, 7]
-    forward, backward = conditionals(layer, x, compiled=False)
-    assert forward > 7 and backward == 7
+    handed_on = conditionals(layer, x, compiled=False)
+    assert max(handed_on) > 8
 
 
 def test_other_branches_fall_back_on_the_gradient_of_tensorflow():
@@ -342,10 +343,17 @@ def test_nothing_is_warned_of_elsewhere(case, not_warned, monkeypatch):
 # ------------------------------------------------------------------ where the switch is drawn
 
 
+class Tanh(L.Layer):
+    """Not known to be like any other layer: its conditional stands in the graph itself."""
+
+    def call(self, x):
+        return tf.tanh(x)
+
+
 @pytest.mark.parametrize("mode", ["batch", "row"])
 def test_switches_are_drawn_on_the_host(mode):
     """A conditional needs its predicate there; under XLA devices are not ours to choose."""
-    layer = StochasticDepth(L.Activation("tanh"), 0.5, mode=mode)
+    layer = StochasticDepth(Tanh(), 0.5, mode=mode)
     devices = {}
     for compiled in (False, True):
         run = tf.function(lambda x: layer(x, shortcut=x, training=True), jit_compile=compiled)
@@ -360,3 +368,16 @@ def test_switches_are_drawn_on_the_host(mode):
         assert not any("CPU" in op.device for op in graph.get_operations() if op.type == "Tanh")
     assert devices[False] == {"/device:CPU:0"}
     assert devices[True] <= {""}
+
+
+@pytest.mark.parametrize("mode", ["batch", "row"])
+def test_so_are_those_that_are_handed_to_a_function(mode):
+    layer = StochasticDepth(L.Activation("tanh"), 0.5, mode=mode)
+    run = tf.function(lambda x: layer(x, shortcut=x, training=True))
+    graph = run.get_concrete_function(tf.ones((4, 2))).graph
+    switches = [
+        op.inputs[0].op
+        for op in graph.get_operations()
+        if op.type.endswith(("PartitionedCall", "If")) and op.inputs[0].dtype == tf.bool
+    ]
+    assert {op.device for op in switches} == {"/device:CPU:0"}

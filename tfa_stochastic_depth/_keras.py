@@ -1162,12 +1162,152 @@ def remember(layers):
     if not IS_KERAS_3:
         return lambda run: (run(), [])
     state = _state(layers)
+    variables, values = [v for v, _ in state], [value for _, value in state]
 
     def run_as_then(run):
-        with keras.StatelessScope(state, collect_losses=True) as scope:
-            return run(), scope.losses
+        result, _, losses = run_with_values(variables, values, run)
+        return result, losses
 
     return run_as_then
+
+
+def runs_stateless():
+    """Whether layers can be run on values that stand in for those of their variables.
+
+    Inside a `keras.StatelessScope` of somebody else they run on its values already.
+    """
+    return IS_KERAS_3 and not tf.distribute.has_strategy()
+
+
+def current_values(variables):
+    """The values of variables as tensors, in the dtypes that they have."""
+    return [tf.convert_to_tensor(_not_cast(v)) for v in variables]
+
+
+def has_stand_in(variable):
+    """Whether a `keras.StatelessScope` has a value in place of that of a variable never cast."""
+    return variable.value is not variable._value
+
+
+def run_with_values(variables, values, run):
+    """Runs a function with values in place of those of variables, which stay as they are.
+
+    Returns:
+        (its result, the values that the variables would have after it, the losses it recorded).
+    """
+    with keras.StatelessScope(collect_losses=True) as scope:
+        for update in zip(variables, values):  # not cast, as its constructor would
+            scope.add_update(update)
+        result = run()
+        return result, [scope.get_current_value(v) for v in variables], scope.losses
+
+
+def variables_in_order(layer):
+    """A layer's variables, each once, in an order that is the same for layers of equal likeness."""
+    if not is_functional(layer):
+        return layer.variables
+    found = {}
+    for child in children(layer):
+        found.update((id(v), v) for v in variables_in_order(child))
+    return list(found.values())
+
+
+def traced_here():
+    """A dict that belongs to the graph that is being traced."""
+    kept = tf.compat.v1.get_default_graph().get_collection_ref("tfa_stochastic_depth")
+    if not kept:
+        kept.append({})
+    return kept[0]
+
+
+def shared_function(function):
+    """A function to be traced once and called many times in one graph.
+
+    On CPUs it is not copied into the graph for each call, so that TensorFlow optimizes and prepares
+    it once. On other devices a function that is called takes its arguments on its device, the
+    switch too, which is needed on the host: there it is copied.
+    """
+    attributes = {} if has_accelerator() else {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)
+
+
+def likeness(layer):
+    """A hashable value that is equal for layers that do the same, but for their weights.
+
+    It is made of their class, configuration and plain attributes, names left out. `None` if that
+    does not say all: for classes that are not Keras's own, and functions that somebody wrote.
+    """
+    if not IS_KERAS_3:
+        return None
+    try:
+        return _likeness(layer)
+    except _Unknown:
+        return None
+
+
+class _Unknown(Exception):
+    pass
+
+
+_PLAIN = (bool, int, float, str, type(None), tf.DType)
+_NAMES = {"name", "_name", "_path", "_parent_path"}
+# They decide about the weights, which are no part of it, or their losses, which a model adds up.
+_OF_WEIGHTS = re.compile(r"(?!activity)\w+_(initializer|regularizer|constraint)")
+
+
+def _likeness(op):
+    cls = type(op)
+    if is_functional(op) and is_plain(op):
+        return _graph_likeness(functional(op))
+    own = cls.__module__.startswith(("keras.src.layers.", "keras.src.ops."))
+    if not own or cls is keras.layers.Lambda or "call" in vars(op):
+        raise _Unknown
+    try:
+        config = op.get_config()
+    except Exception as error:  # whatever a class may raise
+        raise _Unknown from error
+    attributes = {k: v for k, v in vars(op).items() if isinstance(v, _PLAIN)}
+    inside = [_likeness(part) for part in sublayers(op)]
+    return cls, _plain(config), _plain(attributes), tuple(inside)
+
+
+def _plain(value):
+    """A configuration without names, as something hashable."""
+    if isinstance(value, dict):
+        if value.get("registered_name") or value.get("class_name") == "function":
+            raise _Unknown
+        if str(value.get("class_name")).endswith("DTypePolicy"):
+            return str(value)  # its name says all
+        kept = [k for k in value if k not in _NAMES and not _OF_WEIGHTS.fullmatch(str(k))]
+        return tuple((k, _plain(value[k])) for k in sorted(kept, key=str))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    raise _Unknown
+
+
+def _graph_likeness(graph):
+    places, ops, found = {}, {}, []
+    for t in flatten(signature(graph)[0]):
+        places[id(t)] = len(places)
+    for node in calls(graph):
+        if is_input_call(node):
+            continue
+        op = callee(node)
+        known = ops.setdefault(id(op), len(ops))
+        what = _likeness(op) if known == len(ops) - 1 else None
+
+        def argument(x):
+            return ("tensor", places[id(x)]) if is_symbolic(x) else x  # noqa: B023
+
+        args, kwargs = map_structure(argument, call_arguments(node))
+        for t in tensors_out(node):
+            places[id(t)] = len(places)
+        found.append((known, what, _plain(args), _plain(kwargs)))
+    inputs = tuple((shape(t), t.dtype) for t in flatten(signature(graph)[0]))
+    outputs = map_structure(lambda t: ("tensor", places[id(t)]), signature(graph)[1])
+    return inputs, tuple(found), _plain(outputs)
 
 
 def can_repeat(function):

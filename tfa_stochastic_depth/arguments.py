@@ -5,7 +5,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
-from tfa_stochastic_depth.rows import ALL
 
 
 class Arguments:
@@ -29,6 +28,10 @@ class Arguments:
         # A layer may take the mask from a tensor that it is called with.
         self._masks = {id(x): _keras.mask_of(x) for x in self.tensors()}
         self._origins = []  # (tensor, the one here that was made of it)
+
+    def parts(self):
+        """What it is made of."""
+        return self.args, self.kwargs, self.shortcut, self.stand_in, self._mask
 
     def tensors(self):
         """The tensors among the arguments of the layer, and the shortcut, each once."""
@@ -65,7 +68,7 @@ class Arguments:
         Raises:
             ValueError: If one of them has no rows that could be taken.
         """
-        if rows is ALL:
+        if rows.are_all:
             return self
         batched = self._batched(layer, specs)
         for x in batched:

@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
+from tfa_stochastic_depth.alike import call_shared
 from tfa_stochastic_depth.arguments import Arguments
 from tfa_stochastic_depth.masks import set_masks, stand_in_masks, sum_masks
-from tfa_stochastic_depth.rows import ALL, choose_rows
+from tfa_stochastic_depth.rows import ALL, Rows, choose_rows
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
 from tfa_stochastic_depth.switch import draw_switch_by_call, run_or_skip, run_or_skip_twice
 from tfa_stochastic_depth.zeros import Specs, zeros_like_output
@@ -327,7 +328,10 @@ class StochasticDepth(_keras.Wrapper):
             return self._dropped(arguments, training, kept)
 
         sides = [lambda: run(arguments), lambda kept: skip(arguments, kept)]
-        if self.mode == "row" and tf.is_tensor(switch):
+        key = self._likeness(switch, training)
+        if key is not None:
+            results, losses = self._run_like_others(key, switch, arguments, training, rows)
+        elif self.mode == "row" and tf.is_tensor(switch):
             results, losses = self._run_on_rows(switch, sides[0])
         elif _keras.compiles_with_xla() and tf.is_tensor(switch):
             results, losses = self._run_or_skip_by_xla(switch, sides, run, skip, arguments)
@@ -359,6 +363,52 @@ class StochasticDepth(_keras.Wrapper):
         known = by_xla or tf.executing_eagerly()
         p = self.survival_prob if known else tf.convert_to_tensor(self._survival_prob)
         return choose_rows(seed, p, size, training, static=by_xla)
+
+    def _likeness(self, switch, training):
+        """What is equal for blocks that can share a traced function; `None` if this cannot."""
+        in_graph = not tf.executing_eagerly() and not _keras.compiles_with_xla()
+        if not (in_graph and training is True and tf.is_tensor(switch) and _keras.runs_stateless()):
+            return None
+        if _keras.has_stand_in(self._survival_prob):
+            return None
+        parts = [_keras.likeness(x) if _keras.is_layer(x) else x for x in (self.layer, self.skip)]
+        if parts[0] is None or (parts[1] is None and self.skip is not None):
+            return None
+        return *parts, self.mode, self.rescale, self.compute_dtype
+
+    def _run_like_others(self, key, switch, arguments, training, rows):
+        """Runs the layer or not, by a function that is traced for one of those that are alike."""
+        parts = [x for x in (self.layer, self.skip) if _keras.is_layer(x)]
+        variables = [v for x in parts for v in _keras.variables_in_order(x)]
+        variables = list({id(v): v for v in variables}.values())
+        read = [*variables, self._survival_prob]
+
+        def function(switch, arguments, rows, values):
+            arguments, rows = Arguments(*arguments), Rows(*rows)
+
+            def run():
+                kept = lambda: self._kept(arguments, training, rows)  # noqa: E731
+                results, after, losses = _keras.run_with_values(read, values, kept)
+                return (results, after), losses
+
+            def skip(kept):
+                kept = kept and kept[0]
+                dropped = lambda: self._dropped(arguments, training, kept)  # noqa: E731
+                return _keras.run_with_values(read, values, dropped)[:2]
+
+            if self.mode == "batch":
+                return run_or_skip(switch, run, skip)
+            (results, after), losses = run()
+            after = [tf.where(switch, new, old) for new, old in zip(after, values)]
+            return (results, after), [tf.where(switch, x, tf.zeros_like(x)) for x in losses]
+
+        values = _keras.current_values(read)
+        given = switch, arguments.parts(), rows.parts(), values
+        (results, after), losses = call_shared(key, function, given)
+        for variable, value in zip(variables, after):
+            if not variable.trainable:
+                variable.assign(value)
+        return results, losses
 
     def _run_on_rows(self, some, run):
         """Runs the layer on rows of which it may turn out in a run that there are none.

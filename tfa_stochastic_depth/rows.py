@@ -67,6 +67,10 @@ class Rows:
         self._places = places
         self._kept = kept
 
+    def parts(self):
+        """What it is made of."""
+        return self._count, self._size, self._every, self._places, self._kept
+
     @property
     def are_all(self):
         """Whether they are known to be all rows."""

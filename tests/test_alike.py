@@ -1,0 +1,252 @@
+"""Blocks that are alike share one traced function, and do what they would do alone."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from helpers import KERAS_3, data, randomize, trainable_variables, wrappers
+from tfa_stochastic_depth import StochasticDepth, _keras, set_survival_probs, wrap_residuals
+
+keras = tf.keras
+L = keras.layers
+
+
+def scaled_by(factor):
+    def act(x):
+        return x * factor
+
+    return act
+
+
+class Own(L.Layer):
+    def call(self, x):
+        return 2.0 * x
+
+
+class OwnDense(L.Dense):
+    pass
+
+
+def built(layer, *shape):
+    layer(tf.ones((2, *(shape or (4,)))))
+    return layer
+
+
+def changed(layer, **attributes):
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def graph(order=1, twice=False, constant=2.0, mean=False):
+    x = keras.Input((4,))
+    dense = L.Dense(4)
+    a, b = dense(x), (dense if twice else L.Dense(4))(x)
+    y = L.Subtract()([L.Add()([a, b]), x][::order]) * constant
+    return keras.Model(x, L.Activation("relu")(y) if not mean else [y, a])
+
+
+ALIKE = {
+    "names": lambda: (L.Dense(4, name="a"), L.Dense(4, name="b")),
+    "weights": lambda: (
+        built(L.Dense(4)),
+        randomize(keras.Sequential([built(L.Dense(4))])).layers[0],
+    ),
+    "initializers": lambda: (L.Dense(4), L.Dense(4, kernel_initializer="zeros")),
+    "regularizers": lambda: (L.Dense(4), L.Dense(4, kernel_regularizer="l2")),
+    "graphs": lambda: (graph(), graph()),
+    "sequences": lambda: tuple(keras.Sequential([keras.Input((4,)), L.Dense(2)]) for _ in "ab"),
+}
+UNLIKE = {
+    "class": lambda: (L.Dense(4), L.EinsumDense("ab,bc->ac", 4)),
+    "array": lambda: (L.Rescaling(np.ones(4)), L.Rescaling(2.0 * np.ones(4))),
+    "size": lambda: (L.Dense(4), L.Dense(5)),
+    "type": lambda: (L.Rescaling(1), L.Rescaling(1.0, offset=1)),
+    "activation": lambda: (L.Dense(4, "relu"), L.Dense(4, "gelu")),
+    "trainable": lambda: (L.BatchNormalization(), changed(L.BatchNormalization(), trainable=False)),
+    "momentum": lambda: (L.BatchNormalization(), changed(L.BatchNormalization(), momentum=0.5)),
+    "rate": lambda: (L.Dropout(0.5), changed(L.Dropout(0.5), rate=0.2)),
+    "activity": lambda: (L.Dense(4), L.Dense(4, activity_regularizer="l2")),
+    "dtype": lambda: (L.Dense(4), L.Dense(4, dtype="mixed_bfloat16")),
+    "order": lambda: (graph(), graph(order=-1)),
+    "shared": lambda: (graph(), graph(twice=True)),
+    "constant": lambda: (graph(), graph(constant=3.0)),
+    "outputs": lambda: (graph(), graph(mean=True)),
+    "input": lambda: tuple(
+        keras.Sequential([keras.Input(shape), L.Flatten()]) for shape in [(2, 3), (3, 2)]
+    ),
+    "inside": lambda: (L.TimeDistributed(L.Dense(4)), L.TimeDistributed(L.Dense(4, "relu"))),
+}
+UNKNOWN = {
+    "own": Own,
+    "subclass": lambda: OwnDense(4),
+    "lambda": lambda: L.Lambda(scaled_by(2.0)),
+    "activation": lambda: L.Dense(4, activation=scaled_by(2.0)),
+    "cell": lambda: L.RNN(changed(L.LSTMCell(3), call=scaled_by(1.0))),
+    "call": lambda: changed(L.Dense(4), call=scaled_by(2.0)),
+    "inside": lambda: L.TimeDistributed(Own()),
+    "graph": lambda: keras.Sequential([keras.Input((4,)), L.Dense(2), Own()]),
+    "wrapper": lambda: StochasticDepth(L.Dense(4)),
+}
+
+
+def of_keras_3(test):
+    """Keras 2 cannot run a layer on values other than those of its variables."""
+    test.__test__ = KERAS_3
+    return test
+
+
+@of_keras_3
+@pytest.mark.parametrize("case", ALIKE)
+def test_alike(case):
+    first, second = map(_keras.likeness, ALIKE[case]())
+    assert first is not None and hash(first) == hash(second) and first == second
+
+
+@of_keras_3
+@pytest.mark.parametrize("case", UNLIKE)
+def test_unlike(case):
+    first, second = map(_keras.likeness, UNLIKE[case]())
+    assert first is not None and second is not None and first != second
+
+
+@of_keras_3
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_not_known_to_be_alike(case):
+    assert _keras.likeness(UNKNOWN[case]()) is None
+
+
+def test_nothing_is_alike_on_keras_2():
+    assert (_keras.likeness(L.Dense(4)) is not None) == KERAS_3
+
+
+# ------------------------------------------------------------------ models
+
+
+def network(depth=4, momentum=0.9):
+    inputs = x = keras.Input((6, 4))
+    for i in range(depth):
+        y = L.BatchNormalization(momentum=momentum if i == 1 else 0.9)(x)
+        y = L.Dense(4, activation="relu", activity_regularizer=keras.regularizers.L2(0.01))(y)
+        y = L.Dropout(0.3, seed=5)(y)
+        x = L.Add()([x, L.Dense(4)(y)])
+    return keras.Model(inputs, L.Dense(2)(x))
+
+
+def projecting(**options):
+    inputs = x = keras.Input((4,))
+    for _ in range(3):
+        skip = keras.Sequential([L.Dense(4), L.BatchNormalization()])
+        layer = keras.Sequential([L.Dense(4, activation="tanh"), L.Dropout(0.3, seed=5)])
+        x = StochasticDepth(layer, 0.7, skip=skip, **options)(x)
+    return keras.Model(inputs, x)
+
+
+def masked(**options):
+    ids = keras.Input((6,), dtype="int32")
+    x = L.Embedding(9, 4, mask_zero=True)(ids)
+    for _ in range(3):
+        x = L.Add()([x, L.MultiHeadAttention(1, 4)(x, x)])
+        x = L.Add()([x, L.LSTM(4, return_sequences=True)(x)])
+    return wrap_residuals(keras.Model(ids, L.GlobalAveragePooling1D()(x)), 0.6, **options)
+
+
+MODELS = {
+    "batch": lambda: wrap_residuals(network(), 0.5, seed=1),
+    "row": lambda: wrap_residuals(network(), 0.5, seed=1, mode="row", rescale="training"),
+    "one_differs": lambda: wrap_residuals(network(momentum=0.5), 0.5, seed=1),
+    "projection": lambda: projecting(rescale="training", seed=3),
+    "projection_rows": lambda: projecting(mode="row", seed=3),
+    "identity": lambda: keras.Sequential(
+        [keras.Input((4,))] + [StochasticDepth(L.Dense(4), 0.6, skip="identity") for _ in range(3)]
+    ),
+    "zeros": lambda: keras.Sequential(
+        [keras.Input((4,))] + [StochasticDepth(L.Dense(4), 0.8, seed=i) for i in range(3)]
+    ),
+    "masks": lambda: masked(seed=2),
+    "masks_rows": lambda: masked(seed=2, mode="row"),
+}
+
+
+def trained(make, x, policy="float32", steps=6):
+    """The losses of some steps, and the weights after them."""
+    keras.backend.clear_session(**({"free_memory": False} if KERAS_3 else {}))
+    keras.utils.set_random_seed(1)
+    keras.mixed_precision.set_global_policy(policy)
+    model = make()
+    optimizer = keras.optimizers.SGD(0.05)
+    weights = model.trainable_variables
+    optimizer.build(weights)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.cast(model(x, training=True), tf.float32)
+            loss = tf.reduce_mean(tf.square(y)) + sum(tf.cast(x, tf.float32) for x in model.losses)
+        gradients = tape.gradient(loss, trainable_variables(model))
+        optimizer.apply_gradients(zip(gradients, weights))
+        return loss
+
+    losses = [float(step(x)) for _ in range(steps)]
+    return losses, model.get_weights(), [v.numpy() for v in getattr(model, "variables", [])], step
+
+
+@of_keras_3
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_what_it_is_for_blocks_alone(name, policy, monkeypatch):
+    shape = {"batch": (5, 6, 4), "row": (5, 6, 4), "one_differs": (5, 6, 4)}.get(name, (5, 4))
+    x = tf.constant(data(*shape))
+    if "masks" in name:
+        x = tf.constant([[1, 2, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 0, 0]])
+    together = trained(MODELS[name], x, policy)
+    monkeypatch.setattr(_keras, "likeness", lambda layer: None)
+    alone = trained(MODELS[name], x, policy)
+    assert len(set(alone[0])) > 1
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 0.05, "atol": 0.01}
+    )
+    np.testing.assert_allclose(together[0], alone[0], **tolerance)
+    for kind in (1, 2):
+        for a, b in zip(together[kind], alone[kind]):
+            np.testing.assert_allclose(a, b, **tolerance)
+
+
+@of_keras_3
+@pytest.mark.parametrize("mode", ["batch", "row"])
+@pytest.mark.parametrize("different", [0, 1])
+def test_one_function_for_all_that_are_alike(mode, different):
+    model = wrap_residuals(network(6, momentum=0.9 - 0.4 * different), 0.5, mode=mode)
+    kinds = []
+
+    @tf.function
+    def step(x):
+        y = model(x, training=True)
+        kinds.append(len(_keras.traced_here()))
+        return y
+
+    graph = step.get_concrete_function(tf.ones((5, 6, 4))).graph.as_graph_def()
+    assert kinds == [1 + different]
+    products = [
+        sum(node.op in ("MatMul", "BatchMatMulV2") for node in inner.node_def)
+        for inner in graph.library.function
+    ]
+    assert sum(products) == 2 * (1 + different)  # two in each branch
+    assert not any(node.op == "If" for node in graph.node)
+
+
+@of_keras_3
+def test_each_block_keeps_its_own_switch_and_probability():
+    model = keras.Sequential(
+        [keras.Input((1,))]
+        + [StochasticDepth(L.Dense(1, use_bias=False), 0.5, skip="identity") for _ in range(4)]
+    )
+    for factor, layer in zip((2.0, 3.0, 5.0, 7.0), wrappers(model)):
+        layer.layer.set_weights([np.array([[factor]])])
+    step = tf.function(functools.partial(model, training=True))
+    for switches in ([1, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]):
+        set_survival_probs(model, switches)
+        expected = np.prod([f for f, b in zip((2.0, 3.0, 5.0, 7.0), switches) if b])
+        assert float(step(tf.ones((1, 1)))[0, 0]) == expected
