@@ -11,6 +11,7 @@ from tfa_stochastic_depth.layer import (
     set_survival_probs,
     survival_probs,
 )
+from tfa_stochastic_depth.realised import RealisedDepth
 from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
 from tfa_stochastic_depth.schedule import (
     SurvivalProbSchedule,
@@ -24,6 +25,7 @@ from tfa_stochastic_depth.wrap import find_residuals, wrap_residuals
 
 __all__ = [
     "Block",
+    "RealisedDepth",
     "Refusal",
     "Residuals",
     "StochasticDepth",

@@ -904,6 +904,17 @@ def scalar_writer(variables):
     return lambda values: write(tf.constant(values, tf.float32))
 
 
+def reader(*groups):
+    """A function that reads groups of variables, each of one shape, as arrays, all at once."""
+    groups = [[_not_cast(v) for v in variables] for variables in groups]
+
+    @tf.function(input_signature=[])
+    def read():
+        return [tf.stack([tf.convert_to_tensor(v) for v in group]) for group in groups]
+
+    return lambda: [values.numpy() for values in read()]
+
+
 def make_seed_state(layer, seed):
     """Gives a layer a weight of two integers, a seed and a counter.
 

@@ -633,6 +633,16 @@ def survival_prob_writer(layers):
     return assign
 
 
+def draw_reader(layers):
+    """Returns a function that reads what the next draws of layers follow from.
+
+    It returns the arrays (seeds, survival probabilities), of shapes (layers, 2) and (layers,). The
+    second number of a seed counts the draws.
+    """
+    seeds, probs = zip(*((layer._seed_state, layer._survival_prob) for layer in layers))
+    return _keras.reader(seeds, probs)
+
+
 def get_survival_probs(model):
     """Reads the survival probabilities of a model's `StochasticDepth` layers.
 
