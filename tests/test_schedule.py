@@ -144,8 +144,16 @@ def test_a_schedule_names_its_argument(make, argument, value, error):
 # ------------------------------------------------------------------ in every way to train
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager", "jit"])
-@pytest.mark.parametrize("schedule", [linear_warmup(20), cutoff(7)], ids=["linear", "cutoff"])
+@pytest.mark.parametrize(
+    ("mode", "schedule"),
+    [
+        ("graph", linear_warmup(20)),
+        ("eager", linear_warmup(20)),
+        ("jit", linear_warmup(20)),
+        ("graph", cutoff(7)),
+    ],
+    ids=["graph", "eager", "jit", "cutoff"],
+)
 def test_each_step_reads_the_value_of_the_formula(mode, schedule):
     model, probe = compiled(mode)
     traces = []
@@ -256,8 +264,9 @@ def interrupt(epoch, logs):
         raise Interruption
 
 
-@pytest.mark.parametrize("first", ["schedule", "backup"])
-@pytest.mark.parametrize("unit", ["step", "epoch"])
+@pytest.mark.parametrize(
+    ("first", "unit"), [("schedule", "step"), ("backup", "step"), ("backup", "epoch")]
+)
 def test_backup_and_restore_in_either_order(first, unit, tmp_path):
     """The layers are given values of the schedule after it has met the model with its targets."""
     x, rule = data(20, 2), linear_warmup(20 if unit == "step" else 5)
