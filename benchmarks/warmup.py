@@ -93,7 +93,7 @@ def parse_args(argv=None):
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=0.05, help="the first learning rate")
+    parser.add_argument("--rate", type=float, default=0.01, help="the first learning rate")
     parser.add_argument("--probs", type=float, nargs="+", default=[0.5, 0.2])
     parser.add_argument("--part", type=float, default=0.4, help="of the training, for a warm-up")
     parser.add_argument("--seeds", type=int, default=5)
