@@ -37,14 +37,14 @@ def half_the_size(x):
     return L.ZeroPadding2D(((0, 0), (0, x.shape[-1])), data_format="channels_first")(x)
 
 
-def cifar_resnet(depth, width, merge=add):
-    """The CIFAR ResNet of 6n + 2 layers, three stages of n basic blocks, on 32x32x3."""
+def cifar_resnet(depth, width, merge=add, image=(32, 32, 3)):
+    """The CIFAR ResNet of 6n + 2 layers, three stages of n basic blocks."""
 
     def conv_norm(x, filters, strides=1):
         x = L.Conv2D(filters, 3, strides, "same", use_bias=False)(x)
         return L.BatchNormalization()(x)
 
-    inputs = tf.keras.Input((32, 32, 3))
+    inputs = tf.keras.Input(image)
     x = L.ReLU()(conv_norm(inputs, width))
     for stage in range(3):
         for block in range((depth - 2) // 6):

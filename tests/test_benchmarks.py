@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from tfa_stochastic_depth import find_residuals
+from tfa_stochastic_depth import find_residuals, linear_warmup
 from tfa_stochastic_depth.layer import stochastic_depth_layers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -110,3 +110,24 @@ def test_the_fit_of_equal_steps_is_a_trimmed_mean(bench):
 def test_only_chooses(bench, words, sections, models, dtypes):
     args = bench("run").parse_args(["--only", *words] if words else [])
     assert (len(args.sections), len(args.models), len(args.dtypes)) == (sections, models, dtypes)
+
+
+def test_warmup_trains_every_variant(bench, tmp_path, capsys, monkeypatch):
+    assert list(bench("warmup").variants([0.5, 0.2]))[3:5] == ["early 0.5", "from start 0.2"]
+    path = tmp_path / "new" / "warmup.json"
+    monkeypatch.setattr(bench("warmup"), "KINDS", {"warm-up": linear_warmup})  # for time
+    options = "--depth 8 --width 2 --epochs 1 --batch-size 512 --seeds 1 --probs 0.4 --json"
+    found = bench("warmup").main([*options.split(), str(path)])
+    names = ["plain", "warm-up 0.4"]
+    assert list(found) == names
+    assert json.loads(path.read_text()) == found
+    assert all(math.isfinite(number) for number in numbers(found))
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in names)
+
+
+def test_warmup_gives_mean_and_sample_deviation(bench):
+    warmup = bench("warmup")
+    runs = [dict.fromkeys(warmup.COLUMNS, value) for value in (1.0, 3.0)]
+    assert warmup.summary(runs)["accuracy"] == (2.0, pytest.approx(math.sqrt(2)))
+    assert warmup.summary(runs[:1])["accuracy"] == (1.0, 0.0)

@@ -15,7 +15,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfa_stochastic_depth import StochasticDepth
+from tfa_stochastic_depth import (
+    RealisedDepth,
+    StochasticDepth,
+    SurvivalProbSchedule,
+    linear_warmup,
+)
 
 keras = tf.keras
 
@@ -93,6 +98,34 @@ def switches_in_fit():
     return digits(strategy, recorder)
 
 
+def schedule_in_fit():
+    """What the replicas hold in each step, what they draw, and what the callbacks say of it."""
+    strategy = replicas()
+    with strategy.scope():
+        recorder = Recorder()
+        x = keras.Input((3,))
+        layer = one_or_zero(1, 0.4)
+        y = layer(keras.layers.Lambda(lambda x: 0.0 * x + 1.0)(x))
+        model = keras.Model(x, keras.layers.Dense(1)(recorder(y)))
+        model.compile("sgd", "mse")
+    held = []
+
+    def note(batch, logs=None):
+        variable = layer._survival_prob
+        copies = strategy.experimental_local_results(getattr(variable, "_value", variable))
+        held.append([float(copy.numpy()) for copy in copies])
+
+    depth = RealisedDepth()
+    callbacks = [
+        SurvivalProbSchedule(linear_warmup(STEPS // 2)),
+        depth,
+        keras.callbacks.LambdaCallback(on_train_batch_begin=note),
+    ]
+    model.fit(*data(), batch_size=8, callbacks=callbacks, verbose=0)
+    realised = "".join(str(int(switch)) for switch in depth.switches[:, 0])
+    return {"held": held, "realised": realised, "drawn": digits(strategy, recorder)}
+
+
 BRANCHES = {
     "dense": lambda: keras.layers.Dense(3, activation="tanh"),
     "normalized": lambda: keras.Sequential(
@@ -160,6 +193,7 @@ SCRIPT = {
     "eager": functools.partial(switches, 1, lambda f: f),
     "no seed": functools.partial(switches, None, tf.function),
     "fit": switches_in_fit,
+    "schedule": schedule_in_fit,
     **{f"train {name}": functools.partial(on_two, name) for name in BRANCHES},
     "never": functools.partial(on_two, "normalized", 0.0),
     "always": functools.partial(on_two, "normalized", 1.0),
@@ -227,6 +261,17 @@ def test_replicas_agree_where_no_seed_is_given(of):
 
 def test_replicas_agree_on_every_switch_of_fit(of):
     assert of("fit") == ["".join(map(str, KNOWN))] * 2
+
+
+def test_a_schedule_writes_to_all_replicas(of):
+    expected = [1 - min(step / (STEPS // 2), 1) * 0.6 for step in range(STEPS)]
+    np.testing.assert_allclose(of("schedule")["held"], np.transpose([expected] * 2), atol=1e-6)
+
+
+def test_realised_switches_are_those_of_the_replicas(of):
+    found = of("schedule")
+    assert found["drawn"] == [found["realised"]] * 2
+    assert set(found["realised"]) == {"0", "1"}
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

@@ -50,5 +50,7 @@ def test_docstring_examples(name):
 def test_public_functions_with_arguments_have_an_example():
     import tfa_stochastic_depth
 
-    for name in ("StochasticDepth", "find_residuals", "wrap_residuals", "linear_decay"):
+    names = "StochasticDepth find_residuals wrap_residuals linear_decay linear_warmup cutoff "
+    names += "exponential_warmup SurvivalProbSchedule RealisedDepth survival_probs"
+    for name in names.split():
         assert ">>>" in getattr(tfa_stochastic_depth, name).__doc__

@@ -7,7 +7,12 @@ import pytest
 import tensorflow as tf
 
 from helpers import operations_in
-from tfa_stochastic_depth import StochasticDepth, get_survival_probs, set_survival_probs
+from tfa_stochastic_depth import (
+    StochasticDepth,
+    get_survival_probs,
+    set_survival_probs,
+    survival_probs,
+)
 
 keras = tf.keras
 
@@ -1085,9 +1090,66 @@ def test_set_survival_probs_refuses_and_assigns_nothing(probs, error, match):
     assert get_survival_probs(model) == [0.9, 0.8, 0.7]
 
 
+def test_survival_probs_holds_for_the_body_of_a_with():
+    model = three_deep()
+    before = get_survival_probs(model)
+    with survival_probs(model, [0, 1, 0]):
+        assert get_survival_probs(model) == [0.0, 1.0, 0.0]
+        with survival_probs(model, [0.1, 0.2, 0.3]):
+            assert get_survival_probs(model) == [0.1, 0.2, 0.3]
+        assert get_survival_probs(model) == [0.0, 1.0, 0.0]
+    assert get_survival_probs(model) == before
+
+
+def test_survival_probs_gives_them_back_after_an_error():
+    model = three_deep()
+    with pytest.raises(ZeroDivisionError):
+        with survival_probs(model, [0, 1, 0]):
+            raise ZeroDivisionError
+    assert get_survival_probs(model) == [0.9, 0.8, 0.7]
+
+
+def test_survival_probs_gives_back_every_bit():
+    model = three_deep()
+    values = [1 / 3, np.float32(0.1), 1e-7]
+    set_survival_probs(model, values)
+    with survival_probs(model, [0, 0, 0]):
+        pass
+    assert np.float32(get_survival_probs(model)).tolist() == np.float32(values).tolist()
+
+
+@pytest.mark.parametrize("probs", [[0, 1], [0, 1, 2], 0.5], ids=repr)
+def test_survival_probs_refuses_and_changes_nothing(probs):
+    model = three_deep()
+    with pytest.raises((TypeError, ValueError), match="`probs"):
+        with survival_probs(model, probs):
+            raise AssertionError("the body ran")
+    assert get_survival_probs(model) == [0.9, 0.8, 0.7]
+
+
+def test_survival_probs_acts_in_a_compiled_model_without_a_new_trace():
+    model = three_deep()
+    traces = []
+
+    @tf.function
+    def run(x):
+        traces.append(1)
+        return model(x, training=True)
+
+    x = tf.ones((1, 1))
+    with survival_probs(model, [1, 0, 1]):
+        assert run(x).numpy() == 2.0  # 1 + 1, and then the last one on its own
+    with survival_probs(model, [0, 0, 0]):
+        assert run(x).numpy() == 0.0
+    with survival_probs(model, [1, 1, 1]):
+        assert run(x).numpy() == 4.0
+    assert len(traces) == 1
+
+
 def test_models_without_such_layers():
     model = keras.Sequential([keras.Input((1,)), affine(1.0)], name="plain")
-    for call in (get_survival_probs, lambda m: set_survival_probs(m, [])):
+    enter = lambda m: survival_probs(m, []).__enter__()  # noqa: E731
+    for call in (get_survival_probs, lambda m: set_survival_probs(m, []), enter):
         with pytest.raises(ValueError, match="'plain' holds no StochasticDepth .*wrap_residuals"):
             call(model)
         with pytest.raises(TypeError, match="`model` must be a keras.Model. Received: 3"):

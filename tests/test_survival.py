@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfa_stochastic_depth import constant, existing, linear_decay
+from tfa_stochastic_depth import constant, existing, linear_decay, survival
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob, probabilities
 
 
@@ -59,6 +59,37 @@ def test_linear_decay_stays_a_probability(final):
 def test_linear_decay_gives_the_expected_depth_of_the_paper():
     """54 blocks of a ResNet-110 with a final value of 0.5: section 3 of arXiv 1603.09382."""
     assert sum(probabilities(linear_decay(0.5), blocks(54))) == pytest.approx(40.25)
+
+
+def documented(name):
+    """A rule as the documentation spells it, for a drop rate of 0.3."""
+    (source,) = re.findall(rf">>> {name} = (lambda .*)", survival.__doc__)
+    return eval(source, {"rate": 0.3})
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 24])
+def test_the_rule_of_timm_is_one_lambda(count):
+    """`linspace(0, drop_path_rate, depth)`, in timm's vision transformers and ConvNeXts."""
+    drops = np.linspace(0, 0.3, count)
+    got = probabilities(documented("timm"), blocks(count))
+    np.testing.assert_allclose(got, 1 - drops, atol=1e-15)
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 39])
+def test_the_rule_of_efficientnet_is_one_lambda(count):
+    """`drop_connect_rate * b / blocks`, b counted from 0, in keras.applications."""
+    drops = [0.3 * b / count for b in range(count)]
+    got = probabilities(documented("efficientnet"), blocks(count))
+    np.testing.assert_allclose(got, 1 - np.array(drops), atol=1e-15)
+
+
+def test_the_rule_of_tf_models_is_one_lambda():
+    """`init_rate * (i + 2) / 5` for all blocks of stage i of 4, here those of ResNet-50."""
+    stages = [3, 4, 6, 3]
+    names = [f"conv{i + 2}_block{j + 1}_add" for i in range(4) for j in range(stages[i])]
+    drops = np.repeat([0.3 * (i + 2) / 5 for i in range(4)], stages)
+    got = probabilities(documented("tf_models"), [SimpleNamespace(name=name) for name in names])
+    np.testing.assert_allclose(got, 1 - drops, atol=1e-15)
 
 
 def test_constant_is_the_same_for_all():

@@ -16,7 +16,7 @@ def load(name):
 
 
 def test_every_tutorial_is_tested_here():
-    assert {path.stem for path in TUTORIALS.glob("*.py")} == {"digits_resnet"}
+    assert {path.stem for path in TUTORIALS.glob("*.py")} == {"digits_resnet", "schedules"}
 
 
 @pytest.mark.slow
@@ -37,6 +37,22 @@ def test_digits_resnet(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert all(name in printed for name in results["blocks"])
     assert "share of the branches expected to run   0.600" in printed
+
+
+def test_schedules(capsys):
+    ran = load("schedules")
+    issue = {"on": (4, 2), "off": (2, 0), "inference": (3, 1)}
+    assert ran.gradients == {"layer_or_input": issue, "input_plus_layer": issue}
+    assert ran.expected == pytest.approx(3.9)
+    assert ran.history["expected_depth"] == pytest.approx([5.37, 4.67, 3.97, 3.9])
+    assert ran.history["realised_depth"][-1] == ran.depth.switches.sum(axis=1).mean()
+    assert ran.depth.switches.shape == (10, 6)
+    assert ran.last_block == pytest.approx([1, 0.88, 0.76, 0.64, 0.52, 0.4, 0.4, 0.4])
+    assert len(ran.traces) == 1
+    printed = capsys.readouterr().out
+    for line in ("on         value 4  gradient 2", "off        value 2  gradient 0"):
+        assert printed.count(line) == 2
+    assert printed.count("inference  value 3  gradient 1") == 2
 
 
 def test_digits_resnet_refuses_a_depth_that_is_no_resnet(capsys):

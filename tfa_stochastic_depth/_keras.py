@@ -1016,6 +1016,20 @@ def _has_own_constructor(cls):
     return any("__init__" in vars(c) for c in cls.__mro__ if c not in library)
 
 
+# ------------------------------------------------------------------ training
+
+
+def steps_done(model):
+    """How many steps the optimizer of a model has counted; `None` if it has none that counts."""
+    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+    return None if iterations is None else int(iterations.numpy())
+
+
+def fits_with_xla(model):
+    """Whether XLA compiles the training steps of a compiled model."""
+    return bool(model.jit_compile) and not model.run_eagerly
+
+
 # ------------------------------------------------------------------ inside a layer's call
 
 
@@ -1038,6 +1052,29 @@ def read_scalar(variable):
         # As it is, whatever a StatelessScope says.
         value = (variable._value if IS_KERAS_3 else variable).numpy()
     return float(str(value))
+
+
+def scalar_writer(variables):
+    """A function that assigns a sequence of numbers to scalar float32 variables, all at once."""
+    variables = [_not_cast(v) for v in variables]
+
+    @functools.partial(tf.function, input_signature=[tf.TensorSpec((len(variables),), tf.float32)])
+    def write(values):
+        for variable, value in zip(variables, tf.unstack(values)):
+            variable.assign(value)
+
+    return lambda values: write(tf.constant(values, tf.float32))
+
+
+def reader(*groups):
+    """A function that reads groups of variables, each of one shape, as arrays, all at once."""
+    groups = [[_not_cast(v) for v in variables] for variables in groups]
+
+    @tf.function(input_signature=[])
+    def read():
+        return [tf.stack([tf.convert_to_tensor(v) for v in group]) for group in groups]
+
+    return lambda: [values.numpy() for values in read()]
 
 
 def make_seed_state(layer, seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
 import warnings
@@ -274,15 +275,19 @@ class StochasticDepth(_keras.Wrapper):
     @survival_prob.setter
     def survival_prob(self, value):
         value = check_survival_prob(value)
+        self._warn_if_compiled(value)
+        self._survival_prob.assign(value)
+
+    def _warn_if_compiled(self, value):
+        """Warns of a probability that rows compiled by XLA do not follow."""
         compiled = self._compiled_survival_prob
         if compiled is not None and np.float32(value) != np.float32(compiled):
             warnings.warn(
                 f"StochasticDepth {self.name!r} was compiled by XLA with the survival probability "
                 f'{compiled}, which stands for a fixed number of rows in mode="row". Compile the '
                 f"model again for {value} to act in training.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        self._survival_prob.assign(value)
 
     def build(self, input_shape=None):
         for layer in (self.layer, self.skip):
@@ -684,6 +689,31 @@ def stochastic_depth_layers(model):
     return layers
 
 
+def survival_prob_writer(layers):
+    """Returns a function that assigns survival probabilities, floats in [0, 1], one per layer.
+
+    It assigns all at once: one by one, those of a deep model take as long as a small step.
+    """
+    write = _keras.scalar_writer([layer._survival_prob for layer in layers])
+
+    def assign(probs):
+        for layer, p in zip(layers, probs):
+            layer._warn_if_compiled(p)
+        write(probs)
+
+    return assign
+
+
+def draw_reader(layers):
+    """Returns a function that reads what the next draws of layers follow from.
+
+    It returns the arrays (seeds, survival probabilities), of shapes (layers, 2) and (layers,). The
+    second number of a seed counts the draws.
+    """
+    seeds, probs = zip(*((layer._seed_state, layer._survival_prob) for layer in layers))
+    return _keras.reader(seeds, probs)
+
+
 def get_survival_probs(model):
     """Reads the survival probabilities of a model's `StochasticDepth` layers.
 
@@ -729,3 +759,39 @@ def set_survival_probs(model, probs):
     probs = check_sequence(probs, len(layers), "probs", "layer")
     for layer, p in zip(layers, probs):
         layer.survival_prob = p
+
+
+@contextlib.contextmanager
+def survival_probs(model, probs):
+    """Assigns survival probabilities as `set_survival_probs` does, for the body of a `with`.
+
+    After it, the layers have those back that they had before, also if the body raises an error.
+    With zeros and ones it decides which branches run.
+
+    Args:
+        model: A `keras.Model` that holds such layers.
+        probs: Sequence of floats in [0, 1], one per layer, in the order of `get_survival_probs`.
+
+    Raises:
+        TypeError: If `probs` is not a sequence of numbers.
+        ValueError: If it has another length, or a value is outside [0, 1].
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from tfa_stochastic_depth import StochasticDepth, get_survival_probs, survival_probs
+    >>> x = tf.keras.Input(shape=(4,))
+    >>> y = StochasticDepth(tf.keras.layers.Dense(4), 0.8)(x, shortcut=x)
+    >>> model = tf.keras.Model(x, y)
+    >>> with survival_probs(model, [0]):
+    ...     model(tf.ones((1, 4)), training=True).numpy().tolist()  # the branch is dropped
+    [[1.0, 1.0, 1.0, 1.0]]
+    >>> get_survival_probs(model)
+    [0.8]
+    """
+    before = get_survival_probs(model)
+    set_survival_probs(model, probs)
+    try:
+        yield
+    finally:
+        set_survival_probs(model, before)

@@ -1,4 +1,52 @@
-"""Depth rules: which survival probability each block of a model gets."""
+"""Depth rules: which survival probability each block of a model gets.
+
+A rule is any function from a block to its survival probability. A block has `index`, counted from
+1, `count`, `name`, `params` and more (see `Block`).
+
+>>> from types import SimpleNamespace
+>>> names = ["conv2_block1_add", "conv3_block1_add", "conv4_block1_add", "conv5_block1_add"]
+>>> four = [SimpleNamespace(index=i + 1, count=4, name=names[i]) for i in range(4)]
+>>> one = [SimpleNamespace(index=1, count=1)]
+>>> def show(rule, blocks=four):
+...     print(*(round(rule(block), 4) for block in blocks))
+
+The paper's, at both of its ends and in between, and where there is one block:
+
+>>> show(linear_decay(0))
+0.75 0.5 0.25 0.0
+>>> show(linear_decay(0.5))
+0.875 0.75 0.625 0.5
+>>> show(linear_decay(1))
+1.0 1.0 1.0 1.0
+>>> show(linear_decay(0.5), one)
+0.5
+
+Other libraries count from another place. Here `rate` is what they call the drop rate. timm, and
+ConvNeXt and Swin with it, goes from 0 in the first block to `rate` in the last:
+
+>>> rate = 0.3
+>>> timm = lambda block: 1 - rate * (block.index - 1) / max(block.count - 1, 1)
+>>> show(timm)
+1.0 0.9 0.8 0.7
+>>> show(timm, one)
+1.0
+
+EfficientNet goes from 0 towards `rate`, which no block reaches. It also counts blocks that have no
+shortcut, so that for its own models `existing()` is the exact rule:
+
+>>> efficientnet = lambda block: 1 - rate * (block.index - 1) / block.count
+>>> show(efficientnet)
+1.0 0.925 0.85 0.775
+>>> show(efficientnet, one)
+1.0
+
+The ResNets of tf-models have one probability for each of their stages 2 to 5. In Keras's ResNets
+the stage is in the names of the blocks:
+
+>>> tf_models = lambda block: 1 - rate * int(block.name[4]) / 5
+>>> show(tf_models)
+0.88 0.82 0.76 0.7
+"""
 
 import numbers
 from collections.abc import Iterable, Mapping, Set

@@ -39,6 +39,17 @@ def draw_switch(seed, survival_prob):
 draw_switch_by_call = tf.function(draw_switch, autograph=False)
 
 
+@tf.function(
+    autograph=False,
+    input_signature=[tf.TensorSpec((None, 2), tf.int64), tf.TensorSpec((None,), tf.float32)],
+)
+def draw_switches(seeds, survival_probs):
+    """`draw_switch` for each of some seeds `(count, 2)` and probabilities `(count,)`."""
+    return tf.map_fn(
+        lambda pair: draw_switch(*pair), (seeds, survival_probs), fn_output_signature=tf.bool
+    )
+
+
 def run_or_skip(switch, run, skip):
     """`run()` where the switch is on and `skip(...)` where it is off; the other is not computed.
 
