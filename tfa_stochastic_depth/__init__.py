@@ -6,6 +6,7 @@ Huang, Sun, Liu, Sedra, Weinberger, "Deep Networks with Stochastic Depth", arXiv
 __version__ = "0.1.0"
 
 from tfa_stochastic_depth.layer import StochasticDepth, get_survival_probs, set_survival_probs
+from tfa_stochastic_depth.legacy import load_legacy_model
 from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
 from tfa_stochastic_depth.survival import constant, existing, linear_decay
 from tfa_stochastic_depth.transfer import copy_weights
@@ -22,6 +23,7 @@ __all__ = [
     "find_residuals",
     "get_survival_probs",
     "linear_decay",
+    "load_legacy_model",
     "set_survival_probs",
     "wrap_residuals",
 ]
