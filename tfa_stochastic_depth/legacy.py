@@ -24,9 +24,9 @@ def _in_training(training, drawn, otherwise):
     return drawn() if training else otherwise
 
 
-def _draw(shape, survival_prob, seed=None):
-    """Float32 ones with the given probability, and zeros."""
-    return tf.cast(tf.random.uniform(shape, seed=seed) < survival_prob, tf.float32)
+def _draw(shape, survival_prob, dtype, seed=None):
+    """Ones with the given probability, and zeros."""
+    return tf.cast(tf.random.uniform(shape, seed=seed) < survival_prob, dtype)
 
 
 class _DropSum(keras.layers.Layer):
@@ -41,9 +41,9 @@ class _DropSum(keras.layers.Layer):
                 f"{self.name!r} ({type(self).__name__}) must be called with a list of two tensors, "
                 f"[shortcut, branch]. Received: {x!r}."
             )
-        keep = self._keep()
-        factor = _in_training(training, lambda: _draw((), keep), tf.constant(keep))
-        return x[0] + tf.cast(factor, x[1].dtype) * x[1]
+        keep, dtype = self._keep(), x[1].dtype
+        factor = _in_training(training, lambda: _draw((), keep, dtype), tf.constant(keep, dtype))
+        return x[0] + factor * x[1]
 
     def compute_output_shape(self, input_shape):
         return input_shape[0]
@@ -108,13 +108,10 @@ class KerasCVDropPath(keras.layers.Layer):
         self.seed = seed
 
     def call(self, x, training=None):
-        keep = 1.0 - self.rate
-        if keep in (0.0, 1.0):
-            scale = lambda: tf.constant(keep)  # noqa: E731
-        else:
-            shape = tf.concat([tf.shape(x)[:1], tf.ones(len(x.shape) - 1, tf.int32)], 0)
-            scale = lambda: _draw(shape, keep, self.seed) / keep  # noqa: E731
-        return x * tf.cast(_in_training(training, scale, tf.constant(1.0)), x.dtype)
+        keep, seed, dtype = 1.0 - self.rate, self.seed, x.dtype
+        shape = tf.concat([tf.shape(x)[:1], tf.ones(len(x.shape) - 1, tf.int32)], 0)
+        kept = lambda: _draw(shape, keep, dtype, seed) / (keep or 1.0)  # noqa: E731
+        return x * _in_training(training, kept, tf.constant(1.0, dtype))
 
     def compute_output_shape(self, input_shape):
         return input_shape
@@ -160,10 +157,15 @@ def load_legacy_model(path, custom_objects=None):
 
     Example:
 
+    >>> import os, tempfile
     >>> import tensorflow as tf
     >>> from tfa_stochastic_depth import existing, load_legacy_model, wrap_residuals
-    >>> model = load_legacy_model("resnet_with_addons.h5")  # doctest: +SKIP
-    >>> model = wrap_residuals(model, existing())  # doctest: +SKIP
+    >>> x = tf.keras.Input(shape=(4,))
+    >>> y = tf.keras.layers.Add()([x, tf.keras.layers.Dense(4)(x)])
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.keras")
+    >>> tf.keras.Model(x, y).save(path)
+    >>> model = load_legacy_model(path)
+    >>> wrapped = wrap_residuals(model, existing(default=0.8))
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"`path` must be a path to a saved model. Received: {path!r}.")
