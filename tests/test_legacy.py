@@ -557,6 +557,27 @@ def test_a_class_that_is_not_known(ending, tmp_path):
     np.testing.assert_array_equal(model(np.ones((1, 4))), 2 * np.ones((1, 4)))
 
 
+class Rescaling(keras2.layers.Layer):
+    """One that has the name of a layer of Keras."""
+
+    def call(self, x):
+        return 3.0 * x
+
+
+class Rescaling3(L.Layer):
+    def call(self, x):
+        return 3.0 * x
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_class_of_the_name_of_one_of_keras(ending, tmp_path):
+    inputs = keras2.Input((4,), name="features")
+    path = str(tmp_path / f"model{ending}")
+    keras2.Model(inputs, Rescaling(name="triple")(inputs)).save(path)
+    model = load_legacy_model(path, custom_objects={"Rescaling": Rescaling3})
+    np.testing.assert_array_equal(model(np.ones((1, 4))), 3 * np.ones((1, 4)))
+
+
 # ------------------------------------------------------------------ code in files
 
 

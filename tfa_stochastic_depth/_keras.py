@@ -539,6 +539,11 @@ def from_modern_config(config):
     return keras.layers.deserialize(config)
 
 
+def is_registered(name):
+    """Whether a class that is not Keras's own is known by a name."""
+    return keras.utils.get_registered_object(name) is not None
+
+
 @functools.cache
 def layer_classes():
     """Name -> class, of Keras's own layers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import textwrap
 import zipfile
 
 import h5py
@@ -186,11 +187,11 @@ def load_legacy_model(path, custom_objects=None):
         with keras.utils.custom_object_scope({**STAND_INS, **(custom_objects or {})}):
             model = _rewritten(path, config) if rewrite else _keras.load_safely(path)
     except Exception as error:  # whatever a file, its classes or Keras may hold ready
+        reason = textwrap.shorten(first_line(error), 400).rstrip(".")
         raise ValueError(
-            f"`path` holds a model that cannot be loaded here ({_keras.NAME}): "
-            f"{first_line(error)[:300].rstrip('.')}. Classes and functions of your own must be in "
-            "`custom_objects`, and code in the file (Lambda layers) is not run. "
-            f"Received: {path!r}."
+            f"`path` holds a model that cannot be loaded here ({_keras.NAME}): {reason}. Classes "
+            "and functions of your own must be in `custom_objects`, and code in the file (Lambda "
+            f"layers) is not run. Received: {path!r}."
         ) from error
     if not isinstance(model, keras.Model):
         raise ValueError(

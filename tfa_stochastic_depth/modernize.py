@@ -87,7 +87,9 @@ def _modern_object(saved):
     # Calls build layers; how a model was compiled is no business of its graph.
     for key in ("build_config", "compile_config", "inbound_nodes"):
         modern.pop(key, None)
-    if name in ("Functional", "Model") and "layers" in saved["config"]:
+    if _keras.is_registered(saved.get("registered_name") or name):
+        modern.update(module=None, registered_name=saved.get("registered_name") or name)
+    elif name in ("Functional", "Model") and "layers" in saved["config"]:
         modern.update(_keras.address(_keras.functional_class()))
     elif name == "Sequential":
         modern.update(module="keras", registered_name=None)
@@ -95,8 +97,6 @@ def _modern_object(saved):
     elif name in _keras.layer_classes():
         modern.update(module="keras.layers", registered_name=None)
         modern["config"] = _modern_entries(name, modern["config"])
-    elif "module" not in saved and ">" in name:
-        modern.update(module=None, registered_name=name)
     if _is_graph(saved["config"]):
         modern["config"].update(_modern_graph(saved["config"]))
     return modern
@@ -182,7 +182,7 @@ def _operation(saved, models):
         raise ValueError(
             f"the model calls TensorFlow itself in {name!r} ({what}), which Keras 2 saves as a "
             "layer that Keras 3 does not have. Only +, -, * and / of tensors and numbers can be "
-            "taken over. Build the model with Keras 3 layers in its place"
+            "taken over. Load it on Keras 2 (TF_USE_LEGACY_KERAS=1), or build it with keras.ops"
         )
     return {
         **_keras.address(_keras.operation_class(_OPERATORS[symbol])),
