@@ -608,7 +608,7 @@ def _from_config(layer):
         return cls.from_config(layer.get_config())
     except TypeError:
         config = layer.get_config()
-        extra = config.keys() - constructor_arguments(cls)
+        extra = config.keys() - constructor_arguments(cls) - {"name", "trainable", "dtype"}
         if not extra:
             raise
         copy = cls.from_config({k: v for k, v in config.items() if k not in extra})
@@ -642,7 +642,7 @@ def constructor_arguments(cls):
             names.update(p.name for p in parameters)
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-    return names | {"name", "trainable", "dtype"}
+    return names
 
 
 def _copy_lambda(layer):

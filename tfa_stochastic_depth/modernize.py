@@ -29,21 +29,20 @@ _RENAMED = {
 # which one value says that nothing is to be done.
 _WITHOUT_USE = (
     "batch_input_shape",
-    "implementation",
     "kernel_constraint",
     "kernel_initializer",
     "kernel_regularizer",
     "key_shape",
     "query_shape",
+    "rng_type",
     "value_shape",
 )
 _WITHOUT_EFFECT = {
     "groups": 1,
-    "ragged": False,
-    "renorm": False,
+    "noise_shape": None,
     "softmax_robust_masking": False,
     "time_major": False,
-    "virtual_batch_size": None,
+    "trainable": True,
 }
 
 
