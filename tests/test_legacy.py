@@ -499,6 +499,12 @@ def test_files_that_hold_something_else(tmp_path):
     with zipfile.ZipFile(tmp_path / "zip.keras", "w") as file:
         file.writestr("config.json", "{}")
     fails(str(tmp_path / "zip.keras"), "this is none")
+    keras.Sequential([keras.Input((2,)), L.Dense(2)]).save(tmp_path / "whole.keras")
+    with zipfile.ZipFile(tmp_path / "whole.keras") as whole:
+        with zipfile.ZipFile(tmp_path / "part.keras", "w") as file:
+            for name in ("config.json", "metadata.json"):
+                file.writestr(name, whole.read(name))
+    fails(str(tmp_path / "part.keras"), "or not all of one")
     keras.Sequential([keras.Input((2,)), L.Dense(2)]).save_weights(tmp_path / "only.weights.h5")
     fails(str(tmp_path / "only.weights.h5"), "or only weights")
 

@@ -63,11 +63,9 @@ def modernize(saved):
         return [modernize(x) for x in saved]
     if not isinstance(saved, dict):
         return saved
-    if "class_name" in saved and "items" in saved:  # a tuple or a tf.TensorShape
-        return modernize(saved["items"])
     if "class_name" not in saved or not isinstance(saved.get("config"), dict):
         return {key: modernize(value) for key, value in saved.items()}
-    if saved["class_name"] in ("Policy", "PolicyV1"):
+    if saved["class_name"] == "Policy":
         return saved["config"]["name"]
     return _modern_object(saved)
 
