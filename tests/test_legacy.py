@@ -387,11 +387,16 @@ def test_a_model_of_keras_2(make, ending, tmp_path, recwarn):
         assert "identity" in found
 
 
+OPERATIONS = {"tf.nn.relu": tf.nn.relu, "tf.math.multiply": lambda x: x * [1.0, 2.0, 3.0, 4.0]}
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_other_operations_of_tensorflow(ending, tmp_path):
+@pytest.mark.parametrize(("name", "operation"), OPERATIONS.items(), ids=OPERATIONS)
+def test_other_operations_of_tensorflow(name, operation, ending, tmp_path):
+    """Another than arithmetic, and arithmetic with an array."""
     keras2.backend.clear_session()
     inputs = keras2.Input((4,), name="features")
-    keras2.Model(inputs, tf.nn.relu(L2.Dense(4)(inputs))).save(tmp_path / f"model{ending}")
+    keras2.Model(inputs, operation(L2.Dense(4)(inputs))).save(tmp_path / f"model{ending}")
     path = str(tmp_path / f"model{ending}")
     if not KERAS_3:
         assert load_legacy_model(path)
@@ -400,7 +405,7 @@ def test_other_operations_of_tensorflow(ending, tmp_path):
         load_legacy_model(path)
     assert (
         f"`path` holds a model that cannot be loaded here (Keras {keras.__version__}): the model "
-        "calls TensorFlow itself in 'tf.nn.relu' (tf.nn.relu), which Keras 2 saves as a layer that "
+        f"calls TensorFlow itself in {name!r} ({name}), which Keras 2 saves as a layer that "
         "Keras 3 does not have. Only +, -, * and / of tensors and numbers can be taken over."
     ) in str(error.value)
 
