@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pathlib
 import re
+import zipfile
 
 import pytest
 
@@ -15,6 +16,8 @@ MODULES = sorted(
 
 def test_readme_blocks_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile(ROOT / "tests" / "fixtures" / "addons.zip") as file:
+        (tmp_path / "old_model.h5").write_bytes(file.read("model.h5"))
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(blocks) >= 5
     namespace = {}

@@ -11,6 +11,7 @@ from tfa_stochastic_depth.layer import (
     set_survival_probs,
     survival_probs,
 )
+from tfa_stochastic_depth.legacy import load_legacy_model
 from tfa_stochastic_depth.realised import RealisedDepth
 from tfa_stochastic_depth.residuals import Block, Refusal, Residuals
 from tfa_stochastic_depth.schedule import (
@@ -40,6 +41,7 @@ __all__ = [
     "get_survival_probs",
     "linear_decay",
     "linear_warmup",
+    "load_legacy_model",
     "set_survival_probs",
     "survival_probs",
     "unwrap_residuals",

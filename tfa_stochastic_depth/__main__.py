@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 
+from tfa_stochastic_depth.errors import first_line
+
 FAILED = 2
 
 
@@ -44,29 +46,21 @@ def main(arguments=None):
     try:
         print(_report(options))
     except Exception as error:  # whatever a file or its loader may hold ready
-        print(f"{parser.prog}: error: {options.model}: {_line(error)}", file=sys.stderr)
+        print(f"{parser.prog}: error: {options.model}: {first_line(error)}", file=sys.stderr)
         return FAILED
     return 0
 
 
-def _line(error):
-    """The first line of the error that another was raised from."""
-    while error.__cause__ or (error.__context__ and not error.__suppress_context__):
-        error = error.__cause__ or error.__context__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
-
-
 def _report(options):
-    from tfa_stochastic_depth import _keras, find_residuals
+    from tfa_stochastic_depth import find_residuals, load_legacy_model
 
     if not os.path.exists(options.model):
         raise FileNotFoundError("no such file.")
     try:
-        model = _keras.load_safely(options.model)
+        model = load_legacy_model(options.model)
     except Exception as error:
         raise ValueError(
-            f"{_line(error)} (A model that needs code or classes of your own can be loaded in "
+            f"{first_line(error)} (A model that needs code or classes of your own can be loaded in "
             "Python and given to find_residuals.)"
         ) from None
     residuals = find_residuals(model, options.survival_prob, nested=options.nested)

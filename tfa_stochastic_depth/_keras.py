@@ -101,7 +101,7 @@ def input_like(tensor, name, any_batch=False):
 
 
 @functools.cache
-def _functional_class():
+def functional_class():
     """The class of functional models; Keras 3 and Keras 2 export it under no common name."""
     x = keras.Input(shape=(1,), name="x")
     return type(keras.Model(x, x, name="x"))
@@ -118,7 +118,7 @@ def functional(model):
     else:
         graph = model
         runs_graph = isinstance(model, keras.Model) and (
-            getattr(type(model), "call", None) is _functional_class().call
+            getattr(type(model), "call", None) is functional_class().call
         )
     return graph if runs_graph and hasattr(graph, "_nodes_by_depth") else None
 
@@ -238,12 +238,14 @@ class Sum:
 
 
 # Layers that add `x[0]` and their branch `x[1]` under another name: those of InceptionResNetV2,
-# tensorflow-addons and KerasCV. They are known by their class's name (their packages need not be
-# installed) and a number that they hold, which says the rest.
+# tensorflow-addons and KerasCV, and the stand-ins of `legacy.py`. They are known by their class's
+# name (their packages need not be installed) and a number that they hold, which says the rest.
 _SUM_LAYERS = {
     ("CustomScaleLayer", "scale"): lambda scale: {"factor": float(scale)},
     ("StochasticDepth", "survival_probability"): lambda p: {"survival_prob": float(p)},
     ("StochasticDepth", "rate"): lambda rate: {"survival_prob": 1.0 - rate},
+    ("AddonsStochasticDepth", "survival_probability"): lambda p: {"survival_prob": float(p)},
+    ("KerasCVStochasticDepth", "rate"): lambda rate: {"survival_prob": 1.0 - rate},
 }
 
 
@@ -368,7 +370,7 @@ def own_survival_prob(layer):
         noise_shape = getattr(layer, "noise_shape", None)
         whole = noise_shape is not None and len(noise_shape) > 1 and set(noise_shape[1:]) == {1}
         return 1.0 - layer.rate if whole else None
-    if type(layer).__name__ in ("DropPath", "StochasticDepth"):
+    if type(layer).__name__ in ("DropPath", "StochasticDepth", "KerasCVDropPath"):
         for attribute in ("drop_path_rate", "rate"):
             if isinstance(getattr(layer, attribute, None), (int, float)):
                 return 1.0 - getattr(layer, attribute)
@@ -657,11 +659,46 @@ def load_safely(path):
 
     Keras 2 makes sure of that for `.keras` files only, unless it is told to.
     """
-    if IS_KERAS_3:
+    with _safe_mode():
         return keras.models.load_model(path, compile=False)
+
+
+def _safe_mode():
+    if IS_KERAS_3:  # as it is by default
+        return contextlib.nullcontext()
     home = sys.modules[keras.layers.Lambda.__module__]
-    with home.serialization_lib.SafeModeScope(True):
-        return keras.models.load_model(path, compile=False)
+    return home.serialization_lib.SafeModeScope(True)
+
+
+def from_modern_config(config):
+    """A model of Keras 3 from its config, without running code that this holds."""
+    return keras.layers.deserialize(config)
+
+
+def is_registered(name):
+    """Whether a class that is not Keras's own is known by a name."""
+    return keras.utils.get_registered_object(name) is not None
+
+
+@functools.cache
+def layer_classes():
+    """Name -> class, of Keras's own layers."""
+    return {
+        name: cls
+        for name, cls in vars(keras.layers).items()
+        if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)
+    }
+
+
+def operation_class(name):
+    """The class of the operation that a function of Keras 3's `keras.ops` of two tensors makes."""
+    x = keras.KerasTensor((1,))
+    return type(getattr(keras.ops, name)(x, x)._keras_history.operation)
+
+
+def address(cls):
+    """What a config of Keras 3 says about where to find a class of Keras."""
+    return {"module": cls.__module__, "class_name": cls.__name__, "registered_name": cls.__name__}
 
 
 # ------------------------------------------------------------------ copies and rebuilt models
@@ -706,7 +743,7 @@ def _from_config(layer):
         return cls.from_config(layer.get_config())
     except TypeError:
         config = layer.get_config()
-        extra = config.keys() - _constructor_arguments(cls)
+        extra = config.keys() - constructor_arguments(cls) - {"name", "trainable", "dtype"}
         if not extra:
             raise
         copy = cls.from_config({k: v for k, v in config.items() if k not in extra})
@@ -731,7 +768,7 @@ def _no_config():
     return None
 
 
-def _constructor_arguments(cls):
+def constructor_arguments(cls):
     """The names of the arguments that a class takes, those handed on to its bases included."""
     names = set()
     for base in cls.__mro__:
@@ -740,7 +777,7 @@ def _constructor_arguments(cls):
             names.update(p.name for p in parameters)
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
-    return names | {"name", "trainable", "dtype"}
+    return names
 
 
 def _copy_lambda(layer):
@@ -977,7 +1014,7 @@ def _what(node):
 
 def is_plain(model):
     """Whether a model is of one of Keras's own functional classes."""
-    return type(model) in (keras.Model, keras.Sequential, _functional_class())
+    return type(model) in (keras.Model, keras.Sequential, functional_class())
 
 
 def keeps_class(model):
@@ -1012,7 +1049,7 @@ def rebuild(model, inputs, outputs):
 
 
 def _has_own_constructor(cls):
-    library = {*_functional_class().__mro__, *keras.Model.__mro__}
+    library = {*functional_class().__mro__, *keras.Model.__mro__}
     return any("__init__" in vars(c) for c in cls.__mro__ if c not in library)
 
 
