@@ -1,7 +1,7 @@
 """A program that loads exported models where this package cannot be imported.
 
-`read_exports.py <directory>` loads each file in the directory by its ending, predicts for the inputs
-in `<model>.npz`, and writes what it found to `found`.
+`read_exports.py <directory>` loads each file in the directory by its ending, predicts for the
+inputs in `<model>.npz`, and writes what it found to `found`.
 """
 
 import collections
