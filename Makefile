@@ -26,6 +26,8 @@ BUILD_OF_TENSORFLOW := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' '-'
 TENSORFLOW ?= $(BUILD_OF_TENSORFLOW)
 TENSORFLOW_KERAS2 ?= $(BUILD_OF_TENSORFLOW)>=2.15,<2.16
 ADDONS := tensorflow-addons==0.23.0
+# Newer ones cannot be imported beside the ml_dtypes of TensorFlow 2.15, and do not say so.
+ONNX_KERAS2 := onnx<1.19
 HUB := keras-hub==0.32.0
 HUB_NEEDS := absl-py kagglehub kagglesdk==0.1.28 packaging regex rich sentencepiece tokenizers
 
@@ -130,5 +132,5 @@ $(VENV)/lint.stamp: $(VENV)/made.stamp pyproject.toml
 $(VENV_KERAS2)/test.stamp: pyproject.toml
 	$(need_keras2)@echo "making $(VENV_KERAS2) with $(PYTHON_KERAS2), installing $(TENSORFLOW_KERAS2) and $(ADDONS)"
 	@$(PYTHON_KERAS2) -m venv --clear $(VENV_KERAS2)
-	@$(VENV_KERAS2)/bin/python $(PIP_INSTALL) --editable '.[test]' '$(TENSORFLOW_KERAS2)' '$(ADDONS)'
+	@$(VENV_KERAS2)/bin/python $(PIP_INSTALL) --editable '.[test]' '$(TENSORFLOW_KERAS2)' '$(ADDONS)' '$(ONNX_KERAS2)'
 	@touch $@
