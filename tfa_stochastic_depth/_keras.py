@@ -1294,17 +1294,6 @@ def traced_here():
     return kept[0]
 
 
-def shared_function(function):
-    """A function to be traced once and called many times in one graph.
-
-    On CPUs it is not copied into the graph for each call, so that TensorFlow optimizes and prepares
-    it once. On other devices a function that is called takes its arguments on its device, the
-    switch too, which is needed on the host: there it is copied.
-    """
-    attributes = {} if has_accelerator() else {"_noinline": True}
-    return tf.function(function, autograph=False, experimental_attributes=attributes)
-
-
 def likeness(layer):
     """A hashable value that is equal for layers that do the same, but for their weights.
 

@@ -1,8 +1,7 @@
 """Blocks that are alike share one traced function.
 
 Tracing a block and its gradient, with a conditional in both, takes much longer than tracing the
-block alone, and so does preparing it for its first run. In a deep network most blocks are alike,
-but for the values of their weights.
+block alone. In a deep network most blocks are alike, but for the values of their weights.
 """
 
 from __future__ import annotations
@@ -36,5 +35,9 @@ def call_shared(key, function, arguments):
             values = [x if i is None else tensors[i] for x, i in zip(leaves, places)]
             return function(*tf.nest.pack_sequence_as(arguments, values))
 
-        functions[key] = _keras.shared_function(traced)
+        # TensorFlow copies it into the graph for each call. Called as it is ("_noinline") it would
+        # be prepared once, and the first step of a ResNet-110 take 1.2 instead of 1.8 times the
+        # plain model's; but the gradient of each block would be waited for as a whole, which takes
+        # 7 % of every step.
+        functions[key] = tf.function(traced, autograph=False)
     return functions[key](tensors, [_keras.mask_of(x) for x in tensors])
