@@ -19,12 +19,15 @@ from helpers import (
     KERAS_3,
     assert_same_outputs,
     assert_same_weights,
+    every_layer,
     outputs,
     weights_by_layer,
 )
 from tfa_stochastic_depth import (
     constant,
+    existing,
     find_residuals,
+    get_survival_probs,
     set_survival_probs,
     unwrap_residuals,
     wrap_residuals,
@@ -527,8 +530,12 @@ def test_efficientnet_keeps_the_identity_path_of_its_reversed_sums():
 
 def test_efficientnet_drops_are_replaced_and_their_rates_known(quick):
     """Its own drops grow linearly to 0.2 over all 16 blocks, 9 of which have a sum."""
-    found = find_residuals(empty("EfficientNetB0"))
+    found_in = empty("EfficientNetB0")
+    found = find_residuals(found_in)
     first, last = found.blocks[0], found.blocks[-1]
     assert first.existing == pytest.approx(1 - 0.2 * 2 / 16)
     assert last.existing == pytest.approx(1 - 0.2 * 14 / 16)
     assert all(block.layers[-1].endswith("_drop") for block in found.blocks)
+    wrapped = wrap_residuals(found_in, existing(), mode="row", rescale="training")
+    assert get_survival_probs(wrapped) == pytest.approx([b.existing for b in found.blocks])
+    assert not any("_drop" in name for name in every_layer(wrapped) if name != "top_dropout")
