@@ -514,7 +514,11 @@ def test_a_layer_inside_one_of_another_kind():
     model = keras.Model(inputs, Holder(name="holder")(inputs), name="model")
     with pytest.raises(ValueError) as error:
         unwrap_residuals(model)
-    assert "holds the StochasticDepth 'inside' inside" in str(error.value)
+    assert str(error.value) == (
+        "`model` 'model' must hold its StochasticDepth layers in functional models, which can be "
+        "built without them. Received: 'inside', inside a layer of another kind. Build the plain "
+        "model anew and use `copy_weights(model, plain)`."
+    )
 
 
 class Subclassed(keras.Model):

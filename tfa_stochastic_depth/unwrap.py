@@ -66,9 +66,9 @@ def unwrap_residuals(model, *, fold=True):
     missed = [wrapper.name for wrapper in wrappers if id(wrapper) not in unwrapper.done]
     if missed:
         raise ValueError(
-            f"`model` {model.name!r} holds the StochasticDepth {missed[0]!r} inside a layer that "
-            "is no functional model, and that cannot be built without it. Received: layers of "
-            f"which {len(missed)} cannot be reached."
+            f"`model` {model.name!r} must hold its StochasticDepth layers in functional models, "
+            f"which can be built without them. Received: {missed[0]!r}, inside a layer of another "
+            "kind. Build the plain model anew and use `copy_weights(model, plain)`."
         )
     unwrapper.copies.copy_state()
     twins = unwrapper.copies.twins()
