@@ -439,7 +439,7 @@ def test_one_wrapper_in_several_places_is_multiplied_once():
     assert_close(plain, model, data(5, 8))
 
 
-def test_a_layer_that_is_part_of_another_one_is_not_multiplied():
+def test_a_layer_that_is_part_of_another_one_as_well_cannot_be_copied():
     dense = L.Dense(8)
     inputs = keras.Input((8,))
     x = StochasticDepth(dense, 0.7)(inputs, shortcut=inputs)

@@ -19,9 +19,7 @@ class Foldable:
 
     def __init__(self, model):
         self._calls = collections.Counter()
-        layers = {}
-        self._count(model, layers, set())
-        self._holders = _keras.holders(layers.values())
+        self._count(model, set())
 
     def weights(self, layer):
         """The weights to multiply, as a list of (layer, names), for what a layer gives.
@@ -32,24 +30,22 @@ class Foldable:
             return None
         if _keras.is_functional(layer):
             return self._in_graph(_keras.functional(layer))
-        alone = all(len(self._holders[id(part)]) == 1 for part in _keras.with_sublayers(layer))
         names = _keras.linear_weights(layer)
-        return [(layer, names)] if alone and names else None
+        return [(layer, names)] if names else None
 
-    def _count(self, layer, layers, seen):
+    def _count(self, layer, seen):
         """Counts how often each layer is called, in all graphs."""
         if isinstance(layer, StochasticDepth):
             inside = [x for x in (layer.layer, layer.skip) if _keras.is_layer(x)]
         elif _keras.is_functional(layer):
             inside = [_keras.callee(node) for node in _keras.calls(_keras.functional(layer))]
         else:
-            layers[id(layer)] = layer
             return
         if id(layer) not in seen:
             seen.add(id(layer))
             self._calls.update(map(id, inside))
             for x in inside:
-                self._count(x, layers, seen)
+                self._count(x, seen)
 
     def _in_graph(self, graph, outside=lambda t: None):
         """The weights to multiply for what a graph gives.
