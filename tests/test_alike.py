@@ -153,7 +153,22 @@ def masked(**options):
     return wrap_residuals(keras.Model(ids, L.GlobalAveragePooling1D()(x)), 0.6, **options)
 
 
+def mixed():
+    """Layers that are alike in wrappers that are not."""
+    options = [
+        {"mode": mode, "rescale": rescale, "skip": skip}
+        for mode in ("batch", "row")
+        for rescale in ("inference", "training")
+        for skip in (None, "identity")
+    ]
+    x = inputs = keras.Input((4,))
+    for i, o in enumerate(options):
+        x = StochasticDepth(L.Dense(4), 0.6, seed=i, **o)(x) + 0.5 * x
+    return keras.Model(inputs, x)
+
+
 MODELS = {
+    "mixed": mixed,
     "batch": lambda: wrap_residuals(network(), 0.5, seed=1),
     "row": lambda: wrap_residuals(network(), 0.5, seed=1, mode="row", rescale="training"),
     "one_differs": lambda: wrap_residuals(network(momentum=0.5), 0.5, seed=1),
@@ -253,3 +268,23 @@ def test_each_block_keeps_its_own_switch_and_probability():
         set_survival_probs(model, switches)
         expected = np.prod([f for f, b in zip((2.0, 3.0, 5.0, 7.0), switches) if b])
         assert float(step(tf.ones((1, 1)))[0, 0]) == expected
+
+
+@of_keras_3
+@pytest.mark.parametrize("how", ["batch", "row", "batch, xla"])
+def test_a_layer_that_assigns_what_is_trained_is_run_as_it_is(how):
+    """Its gradient is that for the value it assigned."""
+    mode, xla = how[:5].strip(", "), "xla" in how
+    x = data(8, 4)
+
+    def make():
+        inputs = keras.Input((4,))
+        y = L.SpectralNormalization(L.Dense(4))(inputs)
+        return randomize(keras.Model(inputs, L.Add()([inputs, y])))
+
+    losses = []
+    for model in (make(), wrap_residuals(make(), [1], mode=mode)):
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=xla)
+        losses.append(model.fit(x, x * 0, epochs=4, shuffle=False, verbose=0).history["loss"])
+    assert losses[0][0] > losses[0][-1]
+    np.testing.assert_allclose(*losses, rtol=1e-5)

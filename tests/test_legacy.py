@@ -410,6 +410,28 @@ def test_other_operations_of_tensorflow(name, operation, ending, tmp_path):
     ) in str(error.value)
 
 
+OTHER_MEANINGS = {
+    "hard_sigmoid": lambda x: L2.Activation("hard_sigmoid")(x),
+    "gate": lambda x: L2.LSTM(2, recurrent_activation="hard_sigmoid")(L2.Reshape((2, 2))(x)),
+    "training=True": lambda x: L2.Dropout(0.5)(x, training=True),
+}
+
+
+@pytest.mark.parametrize("ending", [".h5", ".keras"])
+@pytest.mark.parametrize("what", OTHER_MEANINGS)
+def test_what_means_something_else_on_keras_3(what, ending, tmp_path):
+    keras2.backend.clear_session()
+    inputs = keras2.Input((4,), name="features")
+    model = keras2.Model(inputs, OTHER_MEANINGS[what](L2.Dense(4)(inputs)))
+    model.save(tmp_path / f"model{ending}")
+    if not KERAS_3:
+        assert load_legacy_model(tmp_path / f"model{ending}").count_params() > 0
+        return
+    with pytest.raises(ValueError, match=f"{what.split('=')[0]}|hard_sigmoid") as error:
+        load_legacy_model(tmp_path / f"model{ending}")
+    assert "Load it on Keras 2 (TF_USE_LEGACY_KERAS=1)" in str(error.value)
+
+
 @pytest.mark.parametrize("make", [sequential, layers_of_graphs])
 def test_an_early_file(make, tmp_path):
     """As before Keras 2.13: no places of classes, Sequential models without their input."""

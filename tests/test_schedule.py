@@ -3,13 +3,12 @@
 import csv
 import math
 import re
-import warnings
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, data
+from helpers import KERAS_3, data, wrappers
 from tfa_stochastic_depth import (
     StochasticDepth,
     SurvivalProbSchedule,
@@ -18,6 +17,7 @@ from tfa_stochastic_depth import (
     get_survival_probs,
     linear_warmup,
     set_survival_probs,
+    survival_probs,
 )
 
 keras = tf.keras
@@ -176,13 +176,12 @@ def test_it_writes_only_what_changes():
     model, _ = compiled()
     schedule = SurvivalProbSchedule(linear_warmup(3))
     schedule.set_model(model)
-    writes, write = [], schedule._write
-    schedule._write = lambda probs: writes.append(probs) or write(probs)
-    for step in range(STEPS):
-        schedule.update(step)
-    expected = formula(linear_warmup(3), range(4))
-    np.testing.assert_allclose(writes, expected)
-    assert writes[-1] == TARGETS
+    write, writes = schedule._write, []
+    schedule._write = lambda probs: (writes.append(probs), write(probs))
+    fit(model, STEPS, schedule)
+    np.testing.assert_allclose(writes[:1], formula(linear_warmup(3), [0]))
+    # Once more in a new epoch: something else may have written.
+    np.testing.assert_allclose(writes[1:], formula(linear_warmup(3), range(4)))
 
 
 def test_an_execution_of_several_steps_has_the_value_of_its_first():
@@ -301,35 +300,88 @@ def test_backup_and_restore_in_either_order(first, unit, tmp_path):
     assert_equal_weights(model, straight)
 
 
-def test_a_model_that_was_trained_has_to_be_given_its_targets():
+def interrupted(model, x):
+    """A fit that fails in its first step."""
+
+    def fail(batch, logs):
+        raise RuntimeError("stopped")
+
+    stop = keras.callbacks.LambdaCallback(on_train_batch_begin=fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit_in_order(model, x, SurvivalProbSchedule(linear_warmup(10)), stop)
+    assert get_survival_probs(model) == [1.0, 1.0, 1.0]
+
+
+def test_targets_outlive_what_a_schedule_writes(tmp_path):
+    """Another schedule, a failed fit, loaded weights and files, another model around the layers."""
+    x = data(20, 2)
     model = for_resuming()
-    fit_in_order(model, data(20, 2), SurvivalProbSchedule(linear_warmup(10)))
-    before = model.get_weights()
-    expected = has("`survival_probs` must be given", "Received: None, at step 5", "share is 0.5.")
-    with pytest.raises(ValueError, match=expected):
-        fit_in_order(model, data(4, 2), SurvivalProbSchedule(linear_warmup(10)))
-    for a, b in zip(model.get_weights(), before):
-        np.testing.assert_array_equal(a, b)
+    interrupted(model, x)
+    fit_in_order(model, x, SurvivalProbSchedule(linear_warmup(10)))  # 5 steps
+    half = float32(formula(linear_warmup(10), [5])[0])
+    assert get_survival_probs(model) == half
+    model.save_weights(tmp_path / "half.weights.h5")
+    model.save(tmp_path / "half.keras")
+
+    fresh = for_resuming()
+    fresh.load_weights(tmp_path / "half.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "half.keras")
+    around = keras.Model(model.inputs, model.outputs)
+    for one in (fresh, loaded, around, model):
+        assert get_survival_probs(one) == half
+        one.compile("sgd", "mse", **NO_JIT)
+        fit_in_order(one, x, SurvivalProbSchedule(linear_warmup(5)))
+        assert get_survival_probs(one) == TARGETS
+        for layer, p in zip(wrappers(one), half):
+            layer.write_survival_prob(p)
 
 
-def test_a_model_that_was_trained_to_the_end_of_the_schedule_holds_its_targets():
-    model = for_resuming()
-    fit_in_order(model, data(20, 2), SurvivalProbSchedule(linear_warmup(5)))
-    fit_in_order(model, data(20, 2), SurvivalProbSchedule(linear_warmup(5)))
-    assert get_survival_probs(model) == TARGETS
-
-
-def test_it_says_so_when_it_writes_over_what_was_assigned_between_fits():
+def test_what_is_assigned_is_the_target_from_then_on():
     model = for_resuming()
     schedule = SurvivalProbSchedule(linear_warmup(10))
     fit_in_order(model, data(8, 2), schedule)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        fit_in_order(model, data(8, 2), schedule)
-    set_survival_probs(model, [0.5, 0.5, 0.5])
-    with pytest.warns(UserWarning, match="were changed since SurvivalProbSchedule wrote them"):
-        fit_in_order(model, data(8, 2), schedule)
-    assert get_survival_probs(model) == float32(formula(linear_warmup(10), [6])[0])
+    others = [0.5, 0.25, 0.75]
+    set_survival_probs(model, others)
+    with survival_probs(model, [0, 1, 0]):
+        pass
+    fit_in_order(model, data(8, 2), schedule)
+    assert get_survival_probs(model) == float32(formula(linear_warmup(10), [4], others)[0])
+
+
+def test_update_writes_over_what_was_loaded(tmp_path):
+    model, _ = compiled()
+    schedule = SurvivalProbSchedule(linear_warmup(4))
+    schedule.set_model(model)
+    schedule.update(1)
+    model.save_weights(tmp_path / "early.weights.h5")
+    for step in (10, model.optimizer.iterations + 11, np.float32(12)):
+        schedule.update(step)
+        assert get_survival_probs(model) == TARGETS
+        model.load_weights(tmp_path / "early.weights.h5")
+        assert get_survival_probs(model) != TARGETS
+
+
+@pytest.mark.parametrize("step, error", [("a", TypeError), (None, TypeError), (-1, ValueError)])
+def test_steps_that_are_none(step, error):
+    schedule = SurvivalProbSchedule(linear_warmup(4))
+    schedule.set_model(compiled()[0])
+    with pytest.raises(error, match=has("`step` must be", f"Received: {step!r}")):
+        schedule.update(step)
+
+
+def test_nothing_is_written_while_a_function_is_traced():
+    model, _ = compiled()
+    schedule = SurvivalProbSchedule(linear_warmup(4))
+    schedule.set_model(model)
+
+    def within():
+        with survival_probs(model, [0, 0, 0]):
+            pass
+
+    for function in (lambda: schedule.update(1), within):
+        with pytest.raises(ValueError, match="inside a tf.function"):
+            tf.function(function, autograph=False)()
+    assert get_survival_probs(model) == TARGETS
 
 
 def test_compiled_again_it_begins_anew_from_the_same_targets():
@@ -341,12 +393,13 @@ def test_compiled_again_it_begins_anew_from_the_same_targets():
     assert get_survival_probs(model) == float32(formula(linear_warmup(10), [2])[0])
 
 
-def test_what_another_callback_changes_is_written_again_in_the_next_epoch():
+def test_what_another_callback_changes_is_written_again_in_the_next_epoch(tmp_path):
     model, probe = compiled()
-    meddle = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: set_survival_probs(model, [1, 1, 1])
+    model.save_weights(tmp_path / "first.weights.h5")
+    restore = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: [x.write_survival_prob(1.0) for x in wrappers(model)]
     )
-    fit(model, 5, SurvivalProbSchedule(linear_warmup(1)), meddle, epochs=3)
+    fit(model, 5, SurvivalProbSchedule(linear_warmup(1)), restore, epochs=3)
     assert_seen(probe, formula(linear_warmup(1), range(15)))
 
 

@@ -234,7 +234,7 @@ def network(named=True):
 
 
 def structure(model):
-    kinds = [(type(x).__name__, x.name) for x in getattr(model, "operations", model.layers)]
+    kinds = [(type(x), x.name) for x in getattr(model, "operations", model.layers)]
     nested = [structure(x) for x in model.layers if isinstance(x, keras.Model)]
     return model.name, kinds, nested
 
@@ -558,3 +558,29 @@ def test_seeds_of_constant_rule_do_not_matter():
     first, second = (unwrap_residuals(wrap_residuals(model, constant(0.7), seed=s)) for s in (1, 2))
     for a, b in zip(first.get_weights(), second.get_weights()):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize("skip", [None, "identity"])
+@pytest.mark.parametrize("layer", [L.Dense, functools.partial(L.LSTM, return_sequences=True)])
+def test_masks_of_layers_wrapped_by_hand(layer, skip, passes):
+    """They are what the wrapper gave, whether that is one or none."""
+    ids = keras.Input((6,), dtype="int32")
+    x = L.Embedding(9, 8, mask_zero=True)(ids)
+    options = {} if passes else {"supports_masking": False}
+    x = StochasticDepth(layer(8), 0.7, skip=skip, **options)(x)
+    model = randomize(keras.Model(ids, L.GlobalAveragePooling1D()(x)))
+    x = np.array([[1, 2, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8]])
+    if passes and not KERAS_3 and (skip, layer) != (None, L.Dense):
+        with pytest.raises(ValueError, match="hands no mask on in this Keras"):
+            unwrap_residuals(model)
+    else:
+        assert_close(unwrap_residuals(model), model, x)
+
+
+def test_layers_of_the_same_name():
+    inputs = x = keras.Input((8,))
+    for _ in range(2):
+        x = StochasticDepth(L.Dense(8, name="same"), 0.7)(x, shortcut=x)
+    with pytest.raises(ValueError, match="several layers named 'same', in StochasticDepth layers"):
+        unwrap_residuals(keras.Model(inputs, x))

@@ -492,6 +492,11 @@ def _is_homogeneous(op):
     )
 
 
+def without_mask(tensor):
+    """The same symbolic tensor without its mask, by an operation, which hands none on."""
+    return tensor * 1.0
+
+
 def layers_in_order(model):
     """A model's layers and all layers inside them, each once, in the order of the model's calls."""
     found = {}
@@ -722,6 +727,8 @@ def copy_layer(layer, way_out):
     try:
         with keras.utils.custom_object_scope(parts):
             copy = _from_config(layer)
+        if IS_KERAS_3 and copy.name != layer.name:  # a configuration made by Keras has no name
+            copy.name = layer.name
         _build_by_calling(copy)
         return copy
     except Exception as error:  # whatever a foreign get_config or constructor may raise
@@ -1236,7 +1243,9 @@ def remember(layers):
     if not IS_KERAS_3:
         return lambda run: (run(), [])
     state = _state(layers)
-    variables, values = [v for v, _ in state], [value for _, value in state]
+    trained = [v for layer in layers for v in layer.variables if v.trainable]
+    variables = [v for v, _ in state] + trained
+    values = [value for _, value in state] + [v._value for v in trained]
 
     def run_as_then(run):
         result, _, losses = run_with_values(variables, values, run)
@@ -1263,17 +1272,29 @@ def has_stand_in(variable):
     return variable.value is not variable._value
 
 
+class Reassigned(Exception):
+    """A layer assigns weights that are trained, in its call."""
+
+
 def run_with_values(variables, values, run):
     """Runs a function with values in place of those of variables, which stay as they are.
 
     Returns:
         (its result, the values that the variables would have after it, the losses it recorded).
+
+    Raises:
+        Reassigned: If it assigns weights that are trained (`SpectralNormalization`). What is
+            computed of the new value would have a gradient with respect to the old one.
     """
     with keras.StatelessScope(collect_losses=True) as scope:
         for update in zip(variables, values):  # not cast, as its constructor would
             scope.add_update(update)
         result = run()
-        return result, [scope.get_current_value(v) for v in variables], scope.losses
+        after = [scope.get_current_value(v) for v in variables]
+        for variable, old, new in zip(variables, values, after):
+            if variable.trainable and new is not old:
+                raise Reassigned(variable.path)
+        return result, after, scope.losses
 
 
 def variables_in_order(layer):
@@ -1378,7 +1399,10 @@ def can_repeat(function):
 
     It is traced, and not run.
     """
-    graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
+    try:
+        graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
+    except Reassigned:
+        return False
     called = [node for inner in graph.library.function for node in inner.node_def]
     for operation in {node.op for node in [*graph.node, *called]} - _HARMLESS:
         known = op_def_registry.get(operation)

@@ -258,8 +258,10 @@ class StochasticDepth(_keras.Wrapper):
         self.replaced = Replaced(**replaced) if isinstance(replaced, dict) else replaced
         self._specs = Specs()
         self._gives_rows = False
-        self._compiled_survival_prob = None
+        self.compiled_survival_prob = None
         self._survival_prob = _keras.add_scalar(self, "survival_prob", survival_prob)
+        # What was asked for, where a schedule is on its way to it. Weights do not hold it.
+        self.target_survival_prob = survival_prob
         self._seed_state = _keras.make_seed_state(self, self.seed)
         _keras.take_call_arguments(self, layer)
         _keras.silence_masks(layer)
@@ -275,12 +277,18 @@ class StochasticDepth(_keras.Wrapper):
     @survival_prob.setter
     def survival_prob(self, value):
         value = check_survival_prob(value)
-        self._warn_if_compiled(value)
+        self.warn_if_compiled(value)
+        self._survival_prob.assign(value)
+        self.target_survival_prob = value
+
+    def write_survival_prob(self, value):
+        """Assigns a survival probability for a while: the target stays what it is."""
+        self.warn_if_compiled(value)
         self._survival_prob.assign(value)
 
-    def _warn_if_compiled(self, value):
+    def warn_if_compiled(self, value):
         """Warns of a probability that rows compiled by XLA do not follow."""
-        compiled = self._compiled_survival_prob
+        compiled = self.compiled_survival_prob
         if compiled is not None and np.float32(value) != np.float32(compiled):
             warnings.warn(
                 f"StochasticDepth {self.name!r} was compiled by XLA with the survival probability "
@@ -333,9 +341,9 @@ class StochasticDepth(_keras.Wrapper):
             return self._dropped(arguments, training, kept)
 
         sides = [lambda: run(arguments), lambda kept: skip(arguments, kept)]
-        key = self._likeness(switch, training)
-        if key is not None:
-            results, losses = self._run_like_others(key, switch, arguments, training, rows)
+        shared = self._run_like_others(switch, arguments, training, rows)
+        if shared is not None:
+            results, losses = shared
         elif self.mode == "row" and tf.is_tensor(switch):
             results, losses = self._run_on_rows(switch, sides[0])
         elif _keras.compiles_with_xla() and tf.is_tensor(switch):
@@ -359,7 +367,7 @@ class StochasticDepth(_keras.Wrapper):
         seed, size = _keras.next_seed(self._seed_state), arguments.batch_size()
         by_xla = _keras.compiles_with_xla()
         if by_xla:  # it needs to know the number of rows
-            self._compiled_survival_prob = self.survival_prob
+            self.compiled_survival_prob = self.survival_prob
             if training is not True:
                 raise ValueError(
                     f"`training` must be a Python bool for StochasticDepth {self.name!r}, in "
@@ -381,8 +389,14 @@ class StochasticDepth(_keras.Wrapper):
             return None
         return *parts, self.mode, self.rescale, self.compute_dtype
 
-    def _run_like_others(self, key, switch, arguments, training, rows):
-        """Runs the layer or not, by a function that is traced for one of those that are alike."""
+    def _run_like_others(self, switch, arguments, training, rows):
+        """Runs the layer or not, by a function that is traced for one of those that are alike.
+
+        Returns (results, losses), or `None` if that cannot be.
+        """
+        key = self._likeness(switch, training)
+        if key is None:
+            return None
         parts = [x for x in (self.layer, self.skip) if _keras.is_layer(x)]
         variables = [v for x in parts for v in _keras.variables_in_order(x)]
         variables = list({id(v): v for v in variables}.values())
@@ -409,7 +423,10 @@ class StochasticDepth(_keras.Wrapper):
 
         values = _keras.current_values(read)
         given = switch, arguments.parts(), rows.parts(), values
-        (results, after), losses = call_shared(key, function, given)
+        try:
+            (results, after), losses = call_shared(key, function, given)
+        except _keras.Reassigned:
+            return None
         for variable, value in zip(variables, after):
             if not variable.trainable:
                 variable.assign(value)
@@ -651,7 +668,7 @@ class StochasticDepth(_keras.Wrapper):
         config = keras.layers.Layer.get_config(self)
         config.update(
             layer=keras.layers.serialize(self.layer),
-            survival_prob=self.survival_prob,
+            survival_prob=self.target_survival_prob,
             mode=self.mode,
             rescale=self.rescale,
             skip=self.skip,
@@ -690,7 +707,7 @@ def stochastic_depth_layers(model):
 
 
 def survival_prob_writer(layers):
-    """Returns a function that assigns survival probabilities, floats in [0, 1], one per layer.
+    """Returns a function that does `write_survival_prob`, of floats in [0, 1], one per layer.
 
     It assigns all at once: one by one, those of a deep model take as long as a small step.
     """
@@ -698,7 +715,7 @@ def survival_prob_writer(layers):
 
     def assign(probs):
         for layer, p in zip(layers, probs):
-            layer._warn_if_compiled(p)
+            layer.warn_if_compiled(p)
         write(probs)
 
     return assign
@@ -766,7 +783,7 @@ def survival_probs(model, probs):
     """Assigns survival probabilities as `set_survival_probs` does, for the body of a `with`.
 
     After it, the layers have those back that they had before, also if the body raises an error.
-    With zeros and ones it decides which branches run.
+    With zeros and ones it decides which branches run. It is no target of a schedule.
 
     Args:
         model: A `keras.Model` that holds such layers.
@@ -789,9 +806,18 @@ def survival_probs(model, probs):
     >>> get_survival_probs(model)
     [0.8]
     """
-    before = get_survival_probs(model)
-    set_survival_probs(model, probs)
+    layers = stochastic_depth_layers(model)
+    probs = check_sequence(probs, len(layers), "probs", "layer")
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "`survival_probs` assigns when it is called, and not when a traced function runs. "
+            "Received: a call inside a tf.function. Put the `with` around the function's call."
+        )
+    before = [layer.survival_prob for layer in layers]
     try:
+        for layer, p in zip(layers, probs):
+            layer.write_survival_prob(p)
         yield
     finally:
-        set_survival_probs(model, before)
+        for layer, p in zip(layers, before):
+            layer.write_survival_prob(p)

@@ -101,6 +101,11 @@ def _modern_object(saved):
 
 def _modern_entries(class_name, config):
     """The entries of a Keras layer's config, without those that Keras 3 has no use for."""
+    if "hard_sigmoid" in (config.get("activation"), config.get("recurrent_activation")):
+        raise ValueError(
+            f"the layer {config.get('name')!r} has the activation hard_sigmoid, by which Keras 3 "
+            "means another function. Load it on Keras 2 (TF_USE_LEGACY_KERAS=1)"
+        )
     known = _keras.constructor_arguments(_keras.layer_classes()[class_name])
     modern = {}
     for key, value in config.items():
@@ -165,6 +170,11 @@ def _modern_call(node, models):
 
     first = _map_leaves(argument, _single(node))
     others = leaves[-1][3] if len(leaves[-1]) > 3 else {}
+    if others.get("training") is True:
+        raise ValueError(
+            f"what {leaves[-1][0]!r} gives is handed to a layer with training=True, which Keras 3 "
+            "does not hold on to when a model predicts. Load it on Keras 2 (TF_USE_LEGACY_KERAS=1)"
+        )
     others = _map_leaves(lambda leaf: _tensor(leaf, models), others)
     return {"args": [first], "kwargs": others}
 

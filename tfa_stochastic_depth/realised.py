@@ -18,8 +18,9 @@ class RealisedDepth(keras.callbacks.Callback):
     """Logs `realised_depth`, the number of branches that ran in a training step.
 
     It is the mean over the steps of an epoch, to be compared with `expected_depth` of
-    `SurvivalProbSchedule` and of `find_residuals`. A step of `mode="row"` counts the share of the
-    samples that a branch ran on.
+    `find_residuals` (that of `SurvivalProbSchedule` is of the end of the epoch). A step of
+    `mode="row"` counts the share of the samples that a branch ran on, also in a last, smaller
+    batch; a layer that is called several times in a step counts several times.
 
     Nothing is added to the step for this. The switches of a layer follow from the seed and the
     count of draws that it keeps, so they are drawn once more from those read before and after a
@@ -32,9 +33,9 @@ class RealisedDepth(keras.callbacks.Callback):
 
     Attributes:
         switches: Array (executions, layers) of float64, of the epoch that runs or ran last: how
-            often each layer ran in a step, in the order of `get_survival_probs`. 1 or 0, or the
-            share of the samples in `mode="row"`. With `steps_per_execution=n` the mean over the
-            `n` steps of an execution.
+            often each layer ran in a step, in the order of `get_survival_probs`. 1 or 0 for one
+            call, or the share of the samples in `mode="row"`. With `steps_per_execution=n` the
+            mean over the `n` steps of an execution.
 
     Raises:
         TypeError: If `batch_size` is not an integer.
@@ -99,6 +100,9 @@ class RealisedDepth(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         after, probs = self._read()  # a schedule may have written them after the other reading
+        if _keras.fits_with_xla(self.model):  # which has fixed the number of rows
+            for i in np.flatnonzero(self._in_rows):
+                probs[i] = self._layers[i].compiled_survival_prob
         self._records.append((batch - self._first + 1, self._before, after, probs))
 
     def on_epoch_end(self, epoch, logs=None):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
 from tfa_stochastic_depth.layer import stochastic_depth_layers, survival_prob_writer
-from tfa_stochastic_depth.survival import check_sequence
+from tfa_stochastic_depth.survival import as_list, check_sequence
 
 keras = _keras.keras
 
@@ -93,6 +93,22 @@ def _check_positive(value, argument):
     return float(value)
 
 
+def _check_step(step):
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "`update` writes when it is called, and not when a traced function runs. Received: a "
+            "call inside a tf.function. Call it before the function."
+        )
+    value = np.asarray(step)
+    if value.ndim or value.dtype.kind not in "iuf":
+        raise TypeError(
+            f"`step` must be a number. Received: {step!r} (of type {type(step).__name__})."
+        )
+    if not value >= 0:
+        raise ValueError(f"`step` must be at least 0. Received: {step!r}.")
+    return value.item()
+
+
 class SurvivalProbSchedule(keras.callbacks.Callback):
     """Turns the drop probabilities of a model's `StochasticDepth` layers up or down in training.
 
@@ -100,35 +116,42 @@ class SurvivalProbSchedule(keras.callbacks.Callback):
     target `p` survives step `t` with probability `1 - s(t) * (1 - p)`. At `s = 1` it is exactly
     `p`, and at `s = 0` exactly 1.
 
+    The targets are what the layers were made with or assigned last (`layer.survival_prob = p`,
+    `set_survival_probs`), at any time. What this callback writes does not change them, nor do
+    weights that are loaded: a model that is saved in the middle of a schedule, or whose training
+    failed, still knows them. To use a model as it shall be at inference before the schedule has
+    come to its end, assign them.
+
     Steps are those that the optimizer has counted (`optimizer.iterations`, 0 in the first). So
     training goes on where it was after loading a checkpoint, and several calls of `fit` are one
     training; `compile` with a new optimizer begins anew. With `unit="epoch"` it is the epoch as
-    `fit` counts it: pass it an `initial_epoch` to go on.
+    `fit` counts it, from 0 in each call: pass it an `initial_epoch` to go on.
 
     Values are written before a step, into the variables that the step reads: nothing is traced
     again, in eager mode, graphs or under XLA. With `steps_per_execution=n` there is one value for
     the `n` steps of an execution, that of its first. After `fit` the layers hold the value of the
-    step that would come next, so that a warm-up as long as the training has reached its end.
+    step that would come next, so that a warm-up as long as the training has reached its end (and
+    `evaluate` may give another loss than the validation of the last epoch).
     Layers with `mode="row"` are refused where XLA compiles `fit`: there the number of rows is
     fixed when the step is compiled.
 
     Each epoch logs `survival_prob`, the mean over the layers, and `expected_depth`, their sum (the
-    number of branches that are expected to run), as they were in its last step. Put this callback
-    before those that write logs (`TensorBoard`, `CSVLogger`) or restore weights.
+    number of branches that are expected to run, where each layer is called once), as the layers
+    hold them at its end. Put this callback before those that write logs (`TensorBoard`,
+    `CSVLogger`) or restore weights.
 
     Args:
         schedule: A function from a step (an int) to a share in [0, 1], such as
             `linear_warmup(1000)`.
-        survival_probs: The targets: a sequence of floats in [0, 1], one per layer, in the order of
-            `get_survival_probs`. By default those that the layers hold when this callback first
-            meets the model. They have to be said if the model has been trained before and the
-            schedule is not full: what its layers hold may come from a schedule then.
+        survival_probs: Other targets: a sequence of floats in [0, 1], one per layer, in the order
+            of `get_survival_probs`.
         unit: "step" or "epoch".
 
     Raises:
-        TypeError: If `schedule` is not such a function. What it returns is checked in training.
-        ValueError: If `unit` is none of the two. When training begins: if the model holds no
-            `StochasticDepth` layer, or if something said above does not hold.
+        TypeError: If `schedule` is not such a function.
+        ValueError: If it gives no share in [0, 1], at 0 or in training, if one of `survival_probs`
+            is outside [0, 1], or `unit` is none of the two. When training begins: if the model
+            holds no `StochasticDepth` layer, or if something said above does not hold.
 
     Example:
 
@@ -169,9 +192,15 @@ class SurvivalProbSchedule(keras.callbacks.Callback):
             raise ValueError(f'`unit` must be "step" or "epoch". Received: {unit!r}.')
         self.schedule = schedule
         self.unit = unit
-        self._given = survival_probs
+        self._given = None
+        if survival_probs is not None:
+            survival_probs = as_list(survival_probs, "survival_probs", "layer")
+            self._given = check_sequence(
+                survival_probs, len(survival_probs), "survival_probs", "layer"
+            )
         self._layers = []
         self._next_epoch = 0
+        self._check_callable()
 
     def set_model(self, model):
         """Takes the model whose layers to write to."""
@@ -179,68 +208,51 @@ class SurvivalProbSchedule(keras.callbacks.Callback):
         steps = _keras.steps_done(model)
         if steps is not None and _keras.fits_with_xla(model):
             self._check_modes(layers)
+        if self._given is not None:
+            check_sequence(self._given, len(layers), "survival_probs", "layer")
         super().set_model(model)
-        if layers == self._layers:
-            return
-        if self._given is None:
-            targets = [layer.survival_prob for layer in layers]
-        else:
-            targets = check_sequence(self._given, len(layers), "survival_probs", "layer")
-        self._layers, self._targets, self._write = layers, targets, survival_prob_writer(layers)
-        self._in_doubt = self._given is None and bool(steps)
-        self._probs = targets
-        self._share = None  # not written
+        if layers != self._layers:
+            self._layers, self._write = layers, survival_prob_writer(layers)
+        self._written = None
 
     def update(self, step):
-        """Writes the survival probabilities of a step, if they are others than before.
+        """Writes the survival probabilities of a step.
 
-        `fit` calls it. In a training loop of your own, call it before each step.
+        For a training loop of your own: call it before each step, not in a `tf.function`.
 
         Args:
-            step: The step (or epoch) that comes next, an int, 0 for the first.
+            step: The step (or epoch) that comes next, a number >= 0, 0 for the first; also as a
+                tensor or variable (`optimizer.iterations`).
         """
         if not self._layers:
             raise ValueError("Call `set_model(model)` before the first `update(step)`.")
+        self._written = None
+        self._update(_check_step(step))
+
+    def _update(self, step):
+        """Writes the survival probabilities of a step, if they are not those written last."""
         share = self._share_at(step)
-        if self._in_doubt and share < 1:
-            raise ValueError(
-                "`survival_probs` must be given to SurvivalProbSchedule here: the model has been "
-                "trained before, and the probabilities that its layers hold may be those of a "
-                "schedule instead of its targets. Pass the targets, one per layer; "
-                f"`get_survival_probs(model)` if they are these. Received: None, at {self.unit} "
-                f"{step}, where the share is {share:.4g}."
-            )
-        self._in_doubt = False
-        if share != self._share:
-            probs = [1.0 - share + share * p for p in self._targets]
+        targets = self._given or [layer.target_survival_prob for layer in self._layers]
+        probs = [1.0 - share + share * p for p in targets]
+        if probs != self._written:
             self._write(probs)
-            self._probs, self._share = probs, share
+            self._written = probs
 
     def on_train_begin(self, logs=None):
-        held = [layer.survival_prob for layer in self._layers]
-        if self._share is not None and not np.array_equal(
-            np.float32(held), np.float32(self._probs)
-        ):
-            warnings.warn(
-                "The survival probabilities of the model's layers were changed since "
-                "SurvivalProbSchedule wrote them. It writes over them, by its own targets: make a "
-                "new one with `survival_probs=` for others.",
-                stacklevel=2,
-            )
-        self._share = None
+        self._written = None
         if self.unit == "step":
-            self.update(self._steps_done())
+            self._update(self._steps_done())
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._share = None  # other callbacks may have restored weights
+        self._written = None  # other callbacks may have restored weights
         self._next_epoch = epoch + 1
         self._steps_before = _keras.steps_done(self.model)
         if self.unit == "epoch":
-            self.update(epoch)
+            self._update(epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self.unit == "step":
-            self.update(self._steps_done())
+            self._update(self._steps_done())
 
     def on_epoch_end(self, epoch, logs=None):
         if self.unit == "step" and self._steps_done() == self._steps_before:
@@ -251,11 +263,12 @@ class SurvivalProbSchedule(keras.callbacks.Callback):
                 stacklevel=2,
             )
         if logs is not None:
-            logs["survival_prob"] = sum(self._probs) / len(self._probs)
-            logs["expected_depth"] = sum(self._probs)
+            probs = [layer.survival_prob for layer in self._layers]
+            logs["survival_prob"] = sum(probs) / len(probs)
+            logs["expected_depth"] = sum(probs)
 
     def on_train_end(self, logs=None):
-        self.update(self._steps_done() if self.unit == "step" else self._next_epoch)
+        self._update(self._steps_done() if self.unit == "step" else self._next_epoch)
 
     def _steps_done(self):
         steps = _keras.steps_done(self.model)
@@ -267,6 +280,16 @@ class SurvivalProbSchedule(keras.callbacks.Callback):
                 '`unit="epoch"`, or call `update(step)` in a training loop of your own.'
             )
         return steps
+
+    def _check_callable(self):
+        try:
+            self.schedule(0)
+        except Exception as error:  # whatever a function of something else may raise
+            raise TypeError(
+                "`schedule` must be a function of a step, such as linear_warmup(1000). "
+                f"Received: {self.schedule!r}, which raises {type(error).__name__} for 0: {error}"
+            ) from error
+        self._share_at(0)
 
     def _share_at(self, step):
         share = self.schedule(step)

@@ -51,6 +51,10 @@ the stage is in the names of the blocks:
 import numbers
 from collections.abc import Iterable, Mapping, Set
 
+_TO_CHANGE = (
+    " To change the probability of a built layer, assign a number to `layer.survival_prob`."
+)
+
 
 def check_survival_prob(value, argument="survival_prob"):
     """Returns `value` as a float in [0, 1].
@@ -67,8 +71,7 @@ def check_survival_prob(value, argument="survival_prob"):
         raise TypeError(
             f"`{argument}` must be a number in [0, 1]. "
             f"Received: {value!r} (of type {type(value).__name__}). Convert arrays and tensors "
-            "with float(). To change the probability of a built layer, assign a number to "
-            "`layer.survival_prob`."
+            f"with float().{_TO_CHANGE if argument == 'survival_prob' else ''}"
         )
     if not 0 <= value <= 1:
         raise ValueError(
@@ -155,6 +158,17 @@ def probabilities(survival_prob, blocks):
 
 def check_sequence(values, count, argument, noun, expected=None):
     """Returns `values` as a list of `count` floats in [0, 1], or says what is wrong with it."""
+    values = as_list(values, argument, noun, expected)
+    if len(values) != count:
+        raise ValueError(
+            f"`{argument}` must have one number per {noun}, and there are {count} {noun}s. "
+            f"Received: a sequence of {len(values)}."
+        )
+    return [check_survival_prob(p, f"{argument}[{i}]") for i, p in enumerate(values)]
+
+
+def as_list(values, argument, noun, expected=None):
+    """Returns a sequence as a list, or says that it is none."""
     unordered = isinstance(values, (str, bytes, Set, Mapping))
     # Arrays and tensors without an axis are `Iterable` by type and fail only when iterated.
     if unordered or not isinstance(values, Iterable) or getattr(values, "shape", None) == ():
@@ -162,10 +176,4 @@ def check_sequence(values, count, argument, noun, expected=None):
             f"`{argument}` must be {expected or f'a sequence with one number per {noun}'}. "
             f"Received: {values!r} (of type {type(values).__name__})."
         )
-    values = list(values)
-    if len(values) != count:
-        raise ValueError(
-            f"`{argument}` must have one number per {noun}, and there are {count} {noun}s. "
-            f"Received: a sequence of {len(values)}."
-        )
-    return [check_survival_prob(p, f"{argument}[{i}]") for i, p in enumerate(values)]
+    return list(values)

@@ -93,6 +93,7 @@ class _Unwrapper:
         self.done = set()  # ids of the wrappers that were met
         self.to_scale = {}  # id of a wrapper -> [(layer, names of weights, factor)]
         self.copies = Copies("build the plain model anew and use `copy_weights(wrapped, plain)`")
+        self._named = {}  # (place, name) -> the key of the layer that has it
         self._made = {}  # what stands for a wrapper: (its id, name) -> layer
         self._fold = fold
         self._foldable = Foldable(model)
@@ -123,7 +124,8 @@ class _Unwrapper:
             self.done.add(id(layer))
             given = inspect.signature(StochasticDepth.call).bind(layer, *args, **kwargs)
             given.apply_defaults()
-            return self._unwrapped(layer, given.arguments, place)
+            outputs = self._unwrapped(layer, given.arguments, place)
+            return outputs if layer.passes_masks else _each(_without_mask, outputs)
         return self._copy(layer, place)(*args, **kwargs)
 
     def _copy(self, layer, place):
@@ -132,6 +134,12 @@ class _Unwrapper:
             key = id(layer)
         else:  # branches had copies of their own of layers without weights: make them one again
             key = place, _keras.same_without_weights(layer)
+        if _keras.is_layer(layer) and self._named.setdefault((place, layer.name), key) != key:
+            raise ValueError(
+                f"`model` holds several layers named {layer.name!r}, in StochasticDepth layers of "
+                "their own, which would be in one model without these. Received: the second of "
+                "them. Give them other names."
+            )
         if _is_rebuilt(layer):
             return self.model(layer, key)
         return self.copies.layer(layer, key)
@@ -153,7 +161,8 @@ class _Unwrapper:
             other = self._rescaled(wrapper, other, 1.0 - factor, f"{wrapper.name}_skip_scale")
             return self._added(wrapper, branch, other, name)
         if factor != 1 and not self._takes_factor(wrapper, factor):
-            branch = self._rescaled(wrapper, branch, factor, f"{wrapper.name}_branch_factor")
+            name, summed = f"{wrapper.name}_branch_factor", shortcut is not None
+            branch = self._rescaled(wrapper, branch, factor, name, summed)
         drop = self._own(wrapper, "drop", lambda _: self._replaced(wrapper, "drop"))
         if drop is not None:
             branch = drop(branch)
@@ -196,11 +205,25 @@ class _Unwrapper:
             self.to_scale[id(wrapper)] = [(*pair, factor) for pair in found]
         return found is not None
 
-    def _rescaled(self, wrapper, tensors, factor, name):
+    def _rescaled(self, wrapper, tensors, factor, name, summed=False):
+        """Tensors times a number; `summed` if they are added to one that has the same mask."""
+
         def layer(name):
             return keras.layers.Rescaling(factor, name=name, dtype=_keras.policy_like(wrapper))
 
-        return _each(lambda x, i: self._own(wrapper, f"{name}{i}", layer)(x), tensors)
+        def scaled(x, i):
+            y = self._own(wrapper, f"{name}{i}", layer)(x)
+            lost = _keras.mask_of(x) is not None and _keras.mask_of(y) is None
+            if lost and wrapper.passes_masks and not summed:
+                raise ValueError(
+                    f"What the StochasticDepth {wrapper.name!r} gives has a mask and has to be "
+                    "multiplied by a layer, which hands no mask on in this Keras. Received: a "
+                    "layer of which no weights can take the factor. Pass `fold=False`, or train "
+                    'with rescale="training".'
+                )
+            return y
+
+        return _each(scaled, tensors)
 
     def _added(self, wrapper, tensors, others, name):
         def layer(name):
@@ -230,6 +253,10 @@ class _Unwrapper:
         if key not in self._made:
             self._made[key] = make(name)
         return self._made[key]
+
+
+def _without_mask(x, i):
+    return x if _keras.mask_of(x) is None else _keras.without_mask(x)
 
 
 def _each(function, tensors, *others):
