@@ -182,7 +182,9 @@ class StochasticDepth(_keras.Wrapper):
             floating-point.
         survival_prob: Probability in [0, 1] that the layer runs in a training step. 0 and 1 are
             exact: never and always. It is kept in a non-trainable float32 variable, so that
-            assigning to `.survival_prob` acts at once, without a new trace.
+            assigning to `.survival_prob` acts at once, without a new trace. What it was made with
+            or assigned last stays known as `.target_survival_prob`, for a `SurvivalProbSchedule`
+            that is on its way to it.
         mode: "batch": one switch per step for the whole batch. "row": each sample on its own. Under
             XLA (`jit_compile=True`) the number of rows is fixed when the step is compiled:
             compile the model again when `survival_prob` has changed.
