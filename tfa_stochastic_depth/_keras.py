@@ -746,6 +746,8 @@ def _from_config(layer):
     leave that out, from the configs that they give as well, so that they can be saved.
     """
     cls = type(layer)
+    if isinstance(layer, keras.Sequential) and not IS_KERAS_3:
+        return cls.from_config(_unbuilt(layer.get_config()))
     try:
         return cls.from_config(layer.get_config())
     except TypeError:
@@ -757,6 +759,13 @@ def _from_config(layer):
         get_config = copy.get_config
         copy.get_config = lambda: {k: v for k, v in get_config().items() if k not in extra}
         return copy
+
+
+def _unbuilt(config):
+    """A configuration whose layers are built by calls: their weights get the layer's name then."""
+    if isinstance(config, dict):
+        return {k: _unbuilt(v) for k, v in config.items() if k != "build_config"}
+    return [_unbuilt(x) for x in config] if isinstance(config, list) else config
 
 
 def _build_by_calling(layer):
