@@ -44,7 +44,7 @@ _map = tf.nest.map_structure
 
 def _without_gradients(outputs, layer):
     """Outputs whose gradients with respect to the weights of a layer that was not run are zero."""
-    weights = layer.trainable_weights if isinstance(layer, keras.layers.Layer) else []
+    weights = layer.trainable_weights if _keras.is_layer(layer) else []
     weights = [tf.convert_to_tensor(w) for w in weights]
     return _map(lambda y: _with_zero_gradients(y, *weights), outputs)
 
@@ -98,7 +98,7 @@ def _warn_of_convolutions(layers):
 
 
 def _check_layer(layer):
-    if not isinstance(layer, keras.layers.Layer):
+    if not _keras.is_layer(layer):
         raise TypeError(
             "`layer` must be a keras layer or model (an object, not a class). "
             f"Received: {layer!r} (of type {type(layer).__name__})."
@@ -121,7 +121,7 @@ def check_options(mode, rescale, seed):
 
 
 def _check_skip(skip):
-    if not (skip is None or isinstance(skip, keras.layers.Layer) or skip == "identity"):
+    if not (skip is None or _keras.is_layer(skip) or skip == "identity"):
         raise ValueError(
             '`skip` must be None (zeros), "identity" (the inputs) or a keras layer. '
             f"Received: {skip!r}."
@@ -301,7 +301,7 @@ class StochasticDepth(_keras.Wrapper):
 
     def build(self, input_shape=None):
         for layer in (self.layer, self.skip):
-            if isinstance(layer, keras.layers.Layer):
+            if _keras.is_layer(layer):
                 _keras.build_from_shape(layer, input_shape)
         keras.layers.Layer.build(self, input_shape)
 
@@ -328,7 +328,7 @@ class StochasticDepth(_keras.Wrapper):
         """Computes the layer, or the rows, by a random draw. Returns (outputs, masks)."""
         self._check_replicas()
         _keras.build(self.layer, arguments.args, arguments.kwargs)
-        if isinstance(self.skip, keras.layers.Layer):
+        if _keras.is_layer(self.skip):
             _keras.build(self.skip, (arguments.inputs,), {})
         if tf.executing_eagerly():  # one side is computed now, and the other may be wrong
             self._check_sides(arguments)
@@ -447,7 +447,7 @@ class StochasticDepth(_keras.Wrapper):
         return results, [tf.where(some, loss, tf.zeros_like(loss)) for loss in losses]
 
     def _run_or_skip_by_xla(self, switch, sides, run, skip, arguments):
-        parts = [x for x in (self.layer, self.skip) if isinstance(x, keras.layers.Layer)]
+        parts = [x for x in (self.layer, self.skip) if _keras.is_layer(x)]
         _warn_of_convolutions(parts)
         as_then = _keras.remember(parts)
 
@@ -567,7 +567,7 @@ class StochasticDepth(_keras.Wrapper):
     def _skipped(self, arguments, training, like, rows=ALL):
         """What `skip` gives, as (outputs, masks)."""
         outputs, masks = arguments.inputs, arguments.masks()
-        if isinstance(self.skip, keras.layers.Layer):
+        if _keras.is_layer(self.skip):
             outputs = self.skip(outputs, training=training)
             masks = _keras.masks_of(outputs)
         outputs = self._cast(outputs, "what `skip` gives")
@@ -676,7 +676,7 @@ class StochasticDepth(_keras.Wrapper):
             skip=self.skip,
             seed=self.seed,
         )
-        if isinstance(self.skip, keras.layers.Layer):
+        if _keras.is_layer(self.skip):
             config["skip"] = keras.layers.serialize(self.skip)
         if not self.passes_masks:
             config["supports_masking"] = False
