@@ -248,9 +248,7 @@ def test_probabilities_that_are_no_numbers(function, value):
         function(model(), [0.5, 0.5, value])
     assert str(error.value) == (
         f"`survival_prob[2]` must be a number in [0, 1]. Received: {value!r} "
-        f"(of type {type(value).__name__}). Convert arrays and tensors "
-        "with float(). To change the probability of a built layer, assign a number to "
-        "`layer.survival_prob`."
+        f"(of type {type(value).__name__}). Convert arrays and tensors with float()."
     )
 
 
