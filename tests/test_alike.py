@@ -288,3 +288,25 @@ def test_a_layer_that_assigns_what_is_trained_is_run_as_it_is(how):
         losses.append(model.fit(x, x * 0, epochs=4, shuffle=False, verbose=0).history["loss"])
     assert losses[0][0] > losses[0][-1]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@of_keras_3
+@pytest.mark.parametrize("rescale", ["inference", "training"])
+def test_no_gradients_but_those_of_what_is_trained(rescale):
+    """What a block assigns, and its probability, cost nothing in the backward pass."""
+    x = keras.Input((4,))
+    block = keras.Sequential([keras.Input((4,)), L.Dense(4), L.BatchNormalization()])
+    model = keras.Model(x, StochasticDepth(block, rescale=rescale)(x, shortcut=x))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(loss, model.trainable_weights)
+
+    library = step.get_concrete_function(tf.ones((3, 4))).graph.as_graph_def().library
+    backward = [f for f in library.function if "backward" in f.signature.name]
+    conditionals = [n for f in backward for n in f.node_def if n.op == "StatelessIf"]
+    assert len(conditionals) == 1
+    # Those of kernel, bias, gamma and beta, of the input and of the shortcut, which are the same.
+    assert len(conditionals[0].attr["Tout"].list.type) == 4 + 1

@@ -1285,11 +1285,20 @@ class Reassigned(Exception):
     """A layer assigns weights that are trained, in its call."""
 
 
-def run_with_values(variables, values, run):
+def run_with_values(variables, values, run, assigned=()):
     """Runs a function with values in place of those of variables, which stay as they are.
 
+    No gradient goes through what is assigned, as with variables. (TensorFlow would compute it, of
+    zeros, in each step.)
+
+    Args:
+        variables: The variables.
+        values: Tensors, one per variable.
+        run: The function.
+        assigned: Those of the variables whose later values are wanted.
+
     Returns:
-        (its result, the values that the variables would have after it, the losses it recorded).
+        (its result, the values that `assigned` would have after it, the losses it recorded).
 
     Raises:
         Reassigned: If it assigns weights that are trained (`SpectralNormalization`). What is
@@ -1299,10 +1308,10 @@ def run_with_values(variables, values, run):
         for update in zip(variables, values):  # not cast, as its constructor would
             scope.add_update(update)
         result = run()
-        after = [scope.get_current_value(v) for v in variables]
-        for variable, old, new in zip(variables, values, after):
-            if variable.trainable and new is not old:
+        for variable, value in zip(variables, values):
+            if variable.trainable and scope.get_current_value(variable) is not value:
                 raise Reassigned(variable.path)
+        after = [tf.stop_gradient(scope.get_current_value(v)) for v in assigned]
         return result, after, scope.losses
 
 

@@ -403,24 +403,26 @@ class StochasticDepth(_keras.Wrapper):
         variables = [v for x in parts for v in _keras.variables_in_order(x)]
         variables = list({id(v): v for v in variables}.values())
         read = [*variables, self._survival_prob]
+        assigned = [v for v in variables if not v.trainable]
 
         def function(switch, arguments, rows, values):
             arguments, rows = Arguments(*arguments), Rows(*rows)
 
             def run():
                 kept = lambda: self._kept(arguments, training, rows)  # noqa: E731
-                results, after, losses = _keras.run_with_values(read, values, kept)
+                results, after, losses = _keras.run_with_values(read, values, kept, assigned)
                 return (results, after), losses
 
             def skip(kept):
                 kept = kept and kept[0]
                 dropped = lambda: self._dropped(arguments, training, kept)  # noqa: E731
-                return _keras.run_with_values(read, values, dropped)[:2]
+                return _keras.run_with_values(read, values, dropped, assigned)[:2]
 
             if self.mode == "batch":
                 return run_or_skip(switch, run, skip)
             (results, after), losses = run()
-            after = [tf.where(switch, new, old) for new, old in zip(after, values)]
+            before = [x for v, x in zip(variables, values) if not v.trainable]
+            after = [tf.where(switch, new, old) for new, old in zip(after, before)]
             return (results, after), [tf.where(switch, x, tf.zeros_like(x)) for x in losses]
 
         values = _keras.current_values(read)
@@ -429,9 +431,8 @@ class StochasticDepth(_keras.Wrapper):
             (results, after), losses = call_shared(key, function, given)
         except _keras.Reassigned:
             return None
-        for variable, value in zip(variables, after):
-            if not variable.trainable:
-                variable.assign(value)
+        for variable, value in zip(assigned, after):
+            variable.assign(value)
         return results, losses
 
     def _run_on_rows(self, some, run):
@@ -584,6 +585,8 @@ class StochasticDepth(_keras.Wrapper):
         # what they are multiplied with.
         dtype = tf.float64 if self.compute_dtype == "float64" else tf.float32
         p = tf.cast(self._survival_prob, dtype)
+        if training is True:  # or the gradient of p, which is not trained, is computed in each step
+            p = tf.stop_gradient(p)
         if self.rescale == "inference":
             factor = p
         else:

@@ -34,9 +34,11 @@ def draw_switch(seed, survival_prob):
     return u < survival_prob
 
 
-# Traced once for all blocks: making these operations anew for each of them takes a good part of the
-# time until the first step of a deep model.
-draw_switch_by_call = tf.function(draw_switch, autograph=False)
+# Traced once for all blocks, and called by the runtime as it is: making these operations anew for
+# each block, or copying them, takes a good part of the time until the first step of a deep model.
+draw_switch_by_call = tf.function(
+    draw_switch, autograph=False, experimental_attributes={"_noinline": True}
+)
 
 
 @tf.function(
