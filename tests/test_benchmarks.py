@@ -131,3 +131,10 @@ def test_warmup_gives_mean_and_sample_deviation(bench):
     runs = [dict.fromkeys(warmup.COLUMNS, value) for value in (1.0, 3.0)]
     assert warmup.summary(runs)["accuracy"] == (2.0, pytest.approx(math.sqrt(2)))
     assert warmup.summary(runs[:1])["accuracy"] == (1.0, 0.0)
+
+
+def test_update_measures_a_share_of_the_step(bench, capsys):
+    found = bench("update").main(["--quick", "--models", "transformer", "--turns", "3"])
+    assert [len(shares) for shares in found.values()] == [3]
+    assert all(share < 1 for share in found["transformer"])
+    assert "transformer: the update is" in capsys.readouterr().out

@@ -83,3 +83,22 @@ def test_a_block_that_was_never_kept_stays_as_it_was_made(name):
     before, *after = weights_by_step(getattr(optimizers, name)(RATE, **kwargs), "graph", [0, 0])
     for dropped in after:
         np.testing.assert_array_equal(dropped, before)
+
+
+def test_keras_cannot_update_weights_in_a_conditional_on_replicas():
+    """Why no option leaves the weights of dropped blocks alone. Goes red when Keras can."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        weight = tf.Variable(1.0)
+        optimizer = optimizers.SGD(RATE)
+        optimizer.build([weight])
+
+    def update(switch):
+        def apply():
+            optimizer.apply_gradients([(tf.ones(()), weight)])
+            return 0
+
+        return tf.cond(switch, apply, lambda: 0)
+
+    with pytest.raises(RuntimeError, match="merge_call"):
+        strategy.run(tf.function(update), (tf.constant(True),))
