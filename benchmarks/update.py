@@ -3,8 +3,8 @@
     python benchmarks/update.py
 
 measures how much of a training step is AdamW's update of the weights, in steps of the plain models
-with and without it, by turns. An update that leaves out the dropped blocks can save no more than the
-dropped share of that.
+with and without it, by turns. An update that leaves out the dropped blocks can save no more than
+the dropped share of that.
 """
 
 import argparse
