@@ -105,16 +105,22 @@ def node_counts(model):
 
 def operations_in(function):
     """The types of all operations of a traced function, also of the functions it calls."""
-    return set(_operations(function))
+    return set(all_operations(function))
 
 
 def operation_counts(model, x):
     """How many operations of each type a model takes for a prediction."""
     run = tf.function(lambda x: model(x, training=False)).get_concrete_function(x)
-    return collections.Counter(_operations(run))
+    return collections.Counter(all_operations(run))
 
 
-def _operations(function):
+def all_operations(function):
+    """As `operations_in`, each as often as it is there."""
     graph = function.graph.as_graph_def()
-    called = (node for inner in graph.library.function for node in inner.node_def)
+    called = (node for inner in functions_of(graph).values() for node in inner.node_def)
     return [node.op for node in [*graph.node, *called]]
+
+
+def functions_of(graph):
+    """The functions that a GraphDef brings along (in its field `library`), by their names."""
+    return {inner.signature.name: inner for inner in graph.library.function}

@@ -30,7 +30,11 @@ BATCHES = (5, 1)
 
 
 def operations(graph):
-    """How often each type of operation is in a graph and the functions that it calls."""
+    """How often each type of operation is in a graph and the functions that it calls.
+
+    They are in the field `library` of TensorFlow's GraphDef. (What the tests have for this imports
+    the package.)
+    """
     inner = (node for function in graph.library.function for node in function.node_def)
     return collections.Counter(node.op for node in [*graph.node, *inner])
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, data, randomize, trainable_variables, wrappers
+from helpers import KERAS_3, data, functions_of, randomize, trainable_variables, wrappers
 from tfa_stochastic_depth import StochasticDepth, _keras, set_survival_probs, wrap_residuals
 
 keras = tf.keras
@@ -69,6 +69,7 @@ UNLIKE = {
     "momentum": lambda: (L.BatchNormalization(), changed(L.BatchNormalization(), momentum=0.5)),
     "rate": lambda: (L.Dropout(0.5), changed(L.Dropout(0.5), rate=0.2)),
     "activity": lambda: (L.Dense(4), L.Dense(4, activity_regularizer="l2")),
+    "attribute": lambda: (L.Conv1D(4, 1), changed(L.Conv1D(4, 1), supports_masking=True)),
     "dtype": lambda: (L.Dense(4), L.Dense(4, dtype="mixed_bfloat16")),
     "order": lambda: (graph(), graph(order=-1)),
     "shared": lambda: (graph(), graph(twice=True)),
@@ -153,6 +154,14 @@ def masked(**options):
     return wrap_residuals(keras.Model(ids, L.GlobalAveragePooling1D()(x)), 0.6, **options)
 
 
+def partly_frozen():
+    model = wrap_residuals(network(), 0.5, seed=1)
+    for layer in wrappers(model)[1].layer.layers:
+        if isinstance(layer, L.BatchNormalization):
+            layer.gamma.trainable = False
+    return model
+
+
 def mixed():
     """Layers that are alike in wrappers that are not."""
     options = [
@@ -171,6 +180,8 @@ MODELS = {
     "mixed": mixed,
     "batch": lambda: wrap_residuals(network(), 0.5, seed=1),
     "row": lambda: wrap_residuals(network(), 0.5, seed=1, mode="row", rescale="training"),
+    "no_row": lambda: wrap_residuals(network(), [0.0, 0.5, 0.0, 1.0], seed=1, mode="row"),
+    "partly_frozen": partly_frozen,
     "one_differs": lambda: wrap_residuals(network(momentum=0.5), 0.5, seed=1),
     "projection": lambda: projecting(rescale="training", seed=3),
     "projection_rows": lambda: projecting(mode="row", seed=3),
@@ -215,8 +226,8 @@ CASES += [(name, "mixed_bfloat16") for name in ("batch", "row", "projection")]
 @of_keras_3
 @pytest.mark.parametrize("name, policy", CASES)
 def test_training_is_what_it_is_for_blocks_alone(name, policy, monkeypatch):
-    shape = {"batch": (5, 6, 4), "row": (5, 6, 4), "one_differs": (5, 6, 4)}.get(name, (5, 4))
-    x = tf.constant(data(*shape))
+    sequences = name in ("batch", "row", "no_row", "partly_frozen", "one_differs")
+    x = tf.constant(data(5, 6, 4) if sequences else data(5, 4))
     if "masks" in name:
         x = tf.constant([[1, 2, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 0, 0]])
     together = trained(MODELS[name], x, policy)
@@ -249,7 +260,7 @@ def test_one_function_for_all_that_are_alike(mode, different):
     assert kinds == [1 + different]
     products = [
         sum(node.op in ("MatMul", "BatchMatMulV2") for node in inner.node_def)
-        for inner in graph.library.function
+        for inner in functions_of(graph).values()
     ]
     assert sum(products) == 2 * (1 + different)  # two in each branch
     assert not any(node.op == "If" for node in graph.node)
@@ -304,8 +315,8 @@ def test_no_gradients_but_those_of_what_is_trained(rescale):
             loss = tf.reduce_sum(model(x, training=True))
         return tape.gradient(loss, model.trainable_weights)
 
-    library = step.get_concrete_function(tf.ones((3, 4))).graph.as_graph_def().library
-    backward = [f for f in library.function if "backward" in f.signature.name]
+    graph = step.get_concrete_function(tf.ones((3, 4))).graph.as_graph_def()
+    backward = [f for name, f in functions_of(graph).items() if "backward" in name]
     conditionals = [n for f in backward for n in f.node_def if n.op == "StatelessIf"]
     assert len(conditionals) == 1
     # Those of kernel, bias, gamma and beta, of the input and of the shortcut, which are the same.

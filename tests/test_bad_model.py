@@ -198,7 +198,7 @@ def with_side_loss(kind, nested):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["loss", "metric"])
 def test_losses_and_metrics_of_tensors(function, kind, nested):
-    if KERAS_3:  # it has none
+    if KERAS_3:  # it has none, and this is how it says so
         with pytest.raises(NotImplementedError):
             with_side_loss(kind, nested)
         return

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, assert_same_outputs, data, operations_in, trainable_variables
+from helpers import (
+    KERAS_3,
+    assert_same_outputs,
+    data,
+    functions_of,
+    operations_in,
+    trainable_variables,
+)
 from tfa_stochastic_depth import (
     StochasticDepth,
     constant,
@@ -137,7 +144,7 @@ def test_in_a_graph_rows_are_gathered_in_a_conditional_only():
     run = tf.function(lambda x: layer(x, shortcut=x, training=True))
     function = run.get_concrete_function(tf.TensorSpec((None, 2)))
     graph = function.graph.as_graph_def()
-    functions = {inner.signature.name: inner.node_def for inner in graph.library.function}
+    functions = {name: inner.node_def for name, inner in functions_of(graph).items()}
     functions["whole"] = graph.node
     sides = {
         node.attr[side].func.name

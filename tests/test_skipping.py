@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import Counter
+from helpers import Counter, functions_of
 from tfa_stochastic_depth import StochasticDepth
 
 keras = tf.keras
@@ -115,20 +115,20 @@ def test_a_counter_in_a_compiled_model_moves_only_when_kept(mode):
 
 def by_branch(graph_def):
     """The operation types outside all Ifs, in their kept branches and in their dropped branches."""
-    library = {function.signature.name: function for function in graph_def.library.function}
+    functions = functions_of(graph_def)
     found = {"outside": [], "kept": [], "dropped": []}
 
     def visit(nodes, place):
         for node in nodes:
             found[place].append(node.op)
             for name, attribute in node.attr.items():
-                if attribute.func.name not in library:
+                if attribute.func.name not in functions:
                     continue
                 if node.op in ("If", "StatelessIf") and place == "outside":
                     inner = {"then_branch": "kept", "else_branch": "dropped"}[name]
                 else:
                     inner = place
-                visit(library[attribute.func.name].node_def, inner)
+                visit(functions[attribute.func.name].node_def, inner)
 
     visit(graph_def.node, "outside")
     return found

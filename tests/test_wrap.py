@@ -922,7 +922,10 @@ class Unregistered(L.Layer):
 
 
 class NoConfig(Unregistered):
-    """Cannot be copied, as is a layer whose class has no `get_config` on some Kerases."""
+    """Cannot be copied, as is a layer whose class has no `get_config` on some Kerases.
+
+    They raise this error then, and the message has to hold it.
+    """
 
     def get_config(self):
         raise NotImplementedError("no configuration here")

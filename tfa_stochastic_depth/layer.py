@@ -402,8 +402,10 @@ class StochasticDepth(_keras.Wrapper):
         parts = [x for x in (self.layer, self.skip) if _keras.is_layer(x)]
         variables = [v for x in parts for v in _keras.variables_in_order(x)]
         variables = list({id(v): v for v in variables}.values())
-        read = [*variables, self._survival_prob]
+        # Weights can be frozen one by one, which the layers' likeness does not tell.
+        key = *key, *(v.trainable for v in variables)
         assigned = [v for v in variables if not v.trainable]
+        read = [*assigned, *(v for v in variables if v.trainable), self._survival_prob]
 
         def function(switch, arguments, rows, values):
             arguments, rows = Arguments(*arguments), Rows(*rows)
@@ -421,8 +423,7 @@ class StochasticDepth(_keras.Wrapper):
             if self.mode == "batch":
                 return run_or_skip(switch, run, skip)
             (results, after), losses = run()
-            before = [x for v, x in zip(variables, values) if not v.trainable]
-            after = [tf.where(switch, new, old) for new, old in zip(after, before)]
+            after = [tf.where(switch, new, old) for new, old in zip(after, values)]
             return (results, after), [tf.where(switch, x, tf.zeros_like(x)) for x in losses]
 
         values = _keras.current_values(read)
