@@ -166,19 +166,29 @@ def choose_rows(seed, survival_prob, size, training, static):
         (Rows, whether there are any): a bool, or a bool tensor if only a run can tell. Then there
         is always one to run on, whose results are not kept if there should be none.
     """
-    count, kept = count_rows(survival_prob, size), True
+    known = training is True and isinstance(survival_prob, float) and isinstance(size, int)
+    if not (static or known):
+        p = tf.convert_to_tensor(survival_prob, tf.float32)
+        given = seed, p, tf.convert_to_tensor(size), training
+        count, every, some, places = _choose_by_call(*given)
+        return Rows(count, size, every, places, some), some
+    count = count_rows(survival_prob, size)
+    every, some = (count == size, count > 0) if known else (survival_prob == 1, survival_prob > 0)
+    places = draw_rows(seed, count, size)[:, tf.newaxis] if some and not every else None
+    return Rows(count, size, every, places), some
+
+
+def _choose(seed, survival_prob, size, training):
+    count = count_rows(survival_prob, size)
     if training is not True:
         count = tf.where(training, count, size)
-    if isinstance(count, int) and isinstance(size, int):
-        every, some = count == size, count > 0
-    elif static:
-        every, some = survival_prob == 1, survival_prob > 0
-    else:
-        kept = some = count > 0
-        count = tf.minimum(tf.maximum(count, 1), size)
-        every = tf.equal(count, size)
-    places = None if every is True or some is False else draw_rows(seed, count, size)[:, tf.newaxis]
-    return Rows(count, size, every, places, kept), some
+    some = count > 0
+    count = tf.minimum(tf.maximum(count, 1), size)
+    return count, tf.equal(count, size), some, draw_rows(seed, count, size)[:, tf.newaxis]
+
+
+# Traced once for all blocks, as `draw_switch_by_call` is.
+_choose_by_call = tf.function(_choose, autograph=False, experimental_attributes={"_noinline": True})
 
 
 def _gather(x, places):
