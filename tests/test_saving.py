@@ -279,7 +279,7 @@ for name, how in pickle.loads((directory / "served").read_bytes()):
             some = {k: tf.constant(v, serve.structured_input_signature[1][k].dtype)
                     for k, v in some.items()}
             results[name, how, batch] = [y.numpy() for y in serve(**some).values()]
-        graph = serve.graph.as_graph_def()
+        graph = serve.graph.as_graph_def()  # its `library` is that of TensorFlow's GraphDef
         nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
         results[name, how, "ops"] = sorted({n.op for n in nodes})
     except Exception as error:
