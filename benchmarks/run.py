@@ -4,6 +4,7 @@
     python benchmarks/run.py --quick                           # the same, tiny: does it all run?
     python benchmarks/run.py --only convolutions graph float32 # one table
     python benchmarks/run.py --only memory                     # one section
+    python benchmarks/run.py --only resnet110 graph float32 --turns 300 --variants "batch 1 to 0.5"
     python benchmarks/run.py --json results.json --png results.png
 
 Variants, each followed by its depth rule (a survival probability, or "1 to 0.5" for the linear
@@ -45,21 +46,23 @@ from alone import PLANS, in_processes, print_processes
 from masks import NotHere
 from measure import fit, interleave, summary
 from models import CASES
-from variants import DTYPES, EXECUTIONS, Setting
+from variants import DTYPES, EXECUTIONS, Setting, names
 
 SECTIONS = ("steps", "memory", "trace")
 ROW = "{:22}{:>9}{:>8}{:>8}{:>8}{:>8}{:>16}{:>10}"
 
 
-def measure_steps(setting, turns):
-    """Times all variants of a setting in turns.
+def measure_steps(setting, turns, chosen=()):
+    """Times variants of a setting in turns: those chosen and their baselines, or all.
 
     Returns:
         A dict: `variants`, name -> `measure.summary`; `skipped`, name -> reason; `branches`, the
         share of the model's multiply-adds that are in its branches; `line`, the fit for `batch`.
     """
     variants, skipped = {}, {}
-    for name in setting.names():
+    every = names(setting.case)
+    wanted = {*chosen, *map(baseline, chosen), "plain"} if chosen else every
+    for name in filter(wanted.__contains__, every):
         try:
             variants[name] = setting.make(name)
         except NotHere as error:
@@ -93,8 +96,8 @@ def print_steps(title, result):
         shares = [f"{row[key]:.3f}" for key in ("executed", "fit", "error", "mean", "median")]
         quartiles = f"{row['low']:.3f} {row['high']:.3f}"
         print(ROW.format(name, *shares, quartiles, f"{row['ms']:.2f}"))
-    for reason, names in itertools.groupby(result["skipped"], result["skipped"].get):
-        print(f"not run: {', '.join(names)}: {reason}")
+    for reason, those in itertools.groupby(result["skipped"], result["skipped"].get):
+        print(f"not run: {', '.join(those)}: {reason}")
     if result["line"]:
         dropped, slope = result["line"]
         print(f"batch: {dropped:.3f} of plain + {slope:.3f} * executed", flush=True)
@@ -106,6 +109,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sum(known, ()), default=[], metavar="WORD")
     parser.add_argument("--turns", type=int, help="timed steps of each variant (40)")
+    parser.add_argument("--variants", nargs="+", default=[], help="the only ones beside plain")
     parser.add_argument("--repeats", type=int, help="processes for each number (3)")
     parser.add_argument("--quick", action="store_true", help="tiny models, few turns")
     parser.add_argument("--json", type=pathlib.Path, help="also write all results to this file")
@@ -113,6 +117,9 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     args.turns = args.turns or (4 if args.quick else 40)
     args.repeats = args.repeats or (1 if args.quick else 3)
+    there = {name for case in CASES.values() for name in names(case)}
+    if unknown := set(args.variants) - there:
+        parser.error(f"--variants: {', '.join(sorted(unknown))}: not in {sorted(there)}")
     chosen = [tuple(w for w in words if w in args.only) or words for words in known]
     args.sections, args.models, args.executions, args.dtypes = chosen
     if not set(args.only) & set(SECTIONS) and set(args.only) & {*EXECUTIONS, *DTYPES}:
@@ -137,7 +144,7 @@ def main(argv=None):
         title = " / ".join(what)
         tf.keras.backend.clear_session()
         setting = Setting(CASES[what[0]], *what[1:], quick=args.quick)
-        results["steps"][title] = measure_steps(setting, args.turns)
+        results["steps"][title] = measure_steps(setting, args.turns, args.variants)
         print_steps(title, results["steps"][title])
     for section in filter(PLANS.get, args.sections):
         results[section] = {}

@@ -23,6 +23,19 @@ DTYPES = ("float32", "mixed_bfloat16")
 EXACT = {"1": constant(1.0), "0": constant(0.0)}
 
 
+def names(case):
+    """The names of the variants of a `Case`, `plain` first: what each does, and its depth rule."""
+    rules = [*case.rules, *EXACT]
+    return [
+        "plain",
+        *(f"{kind} {case.main}" for kind in ("mask", "mask/sample", "tfa")),
+        *(f"batch {label}" for label in rules),
+        *(f"row {label}" for label in [*case.rules, *case.row_rules]),
+        "plain predict",
+        f"ours predict {case.main}",
+    ]
+
+
 class Variant:
     """One way to run a model.
 
@@ -82,18 +95,6 @@ class Setting:
         self.batch_size = batch_size or (4 if quick else case.batch_size)
         self.plain = self._build(add)
         self.x = tf.random.stateless_normal((self.batch_size, *self.plain.input_shape[1:]), (1, 2))
-
-    def names(self):
-        """The names of the variants, `plain` first: what it does, and its depth rule."""
-        main, rules = self.case.main, [*self.case.rules, *EXACT]
-        return [
-            "plain",
-            *(f"{kind} {main}" for kind in ("mask", "mask/sample", "tfa")),
-            *(f"batch {label}" for label in rules),
-            *(f"row {label}" for label in [*self.case.rules, *self.case.row_rules]),
-            "plain predict",
-            f"ours predict {main}",
-        ]
 
     def make(self, name):
         """Makes the variant of a name; raises `NotHere` if it cannot run."""

@@ -53,6 +53,15 @@ def test_a_run_writes_every_variant_with_finite_numbers(bench, tmp_path, capsys)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_variants_are_chosen_with_what_they_are_compared_with(bench, capsys):
+    options = "--quick --turns 3 --only convnext graph float32 --variants".split()
+    (panel,) = bench("run").main([*options, "batch 0", "ours predict 0.5"])["steps"].values()
+    assert list(panel["variants"]) == ["plain", "batch 0", "plain predict", "ours predict 0.5"]
+    with pytest.raises(SystemExit):
+        bench("run").main([*options, "batch 0.4"])
+    assert "--variants: batch 0.4: not in" in capsys.readouterr().err
+
+
 def test_the_switches_noted_are_those_that_the_steps_drew(bench):
     models, variants = bench("models"), bench("variants")
     case = models.Case(models.chain, {"blocks": 5}, {"blocks": 5}, 4, models.HALF)
