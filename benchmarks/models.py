@@ -146,7 +146,7 @@ CASES = {
         {"depth": 110, "width": 16},
         {"depth": 8, "width": 2},
         32,
-        {"1 to 0.5": linear_decay(0.5)},
+        {"1 to 0.5": linear_decay(0.5), "0.75": constant(0.75)},
         main="1 to 0.5",
         convolves=True,
     ),
