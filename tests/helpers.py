@@ -116,9 +116,13 @@ def operation_counts(model, x):
 
 def all_operations(function):
     """As `operations_in`, each as often as it is there."""
-    graph = function.graph.as_graph_def()
+    return [node.op for node in nodes_of(function.graph.as_graph_def())]
+
+
+def nodes_of(graph):
+    """The nodes of a GraphDef and of the functions it calls."""
     called = (node for inner in functions_of(graph).values() for node in inner.node_def)
-    return [node.op for node in [*graph.node, *called]]
+    return [*graph.node, *called]
 
 
 def functions_of(graph):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from helpers import KERAS_3, Counter, data, randomize, trainable_variables
+from helpers import KERAS_3, Counter, data, nodes_of, randomize, trainable_variables
 from tfa_stochastic_depth import StochasticDepth, _keras, constant, wrap_residuals
 from tfa_stochastic_depth import layer as layer_module
 
@@ -39,8 +39,7 @@ def conditionals(layer, x, compiled):
             loss = tf.reduce_sum(layer(x, shortcut=x, training=True))
         return tape.gradient(loss, [x, *trainable_variables(layer)])
 
-    graph = step.get_concrete_function(x).graph.as_graph_def()
-    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    nodes = nodes_of(step.get_concrete_function(x).graph.as_graph_def())
     return [len(n.attr["Tout"].list.type) for n in nodes if n.op in ("If", "StatelessIf")]
 
 

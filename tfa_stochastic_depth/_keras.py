@@ -1421,6 +1421,7 @@ def can_repeat(function):
         graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
     except Reassigned:
         return False
+    # The functions of a GraphDef are in its field of that name.
     called = [node for inner in graph.library.function for node in inner.node_def]
     for operation in {node.op for node in [*graph.node, *called]} - _HARMLESS:
         known = op_def_registry.get(operation)

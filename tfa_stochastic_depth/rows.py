@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfa_stochastic_depth import _keras
-from tfa_stochastic_depth.switch import random_bits
+from tfa_stochastic_depth.switch import by_call, random_bits
 
 
 def count_rows(survival_prob, size):
@@ -187,8 +187,7 @@ def _choose(seed, survival_prob, size, training):
     return count, tf.equal(count, size), some, draw_rows(seed, count, size)[:, tf.newaxis]
 
 
-# Traced once for all blocks, as `draw_switch_by_call` is.
-_choose_by_call = tf.function(_choose, autograph=False, experimental_attributes={"_noinline": True})
+_choose_by_call = by_call(_choose)
 
 
 def _gather(x, places):

@@ -15,6 +15,15 @@ def random_bits(shape, seed):
     )
 
 
+def by_call(function):
+    """A function of tensors, traced once for all blocks, and called by the runtime as it is.
+
+    Making the operations of a draw anew for each block, or copying them, takes a good part of the
+    time until the first step of a deep model.
+    """
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True})
+
+
 def draw_switch(seed, survival_prob):
     """Draws the paper's b, true with probability `survival_prob`.
 
@@ -34,11 +43,7 @@ def draw_switch(seed, survival_prob):
     return u < survival_prob
 
 
-# Traced once for all blocks, and called by the runtime as it is: making these operations anew for
-# each block, or copying them, takes a good part of the time until the first step of a deep model.
-draw_switch_by_call = tf.function(
-    draw_switch, autograph=False, experimental_attributes={"_noinline": True}
-)
+draw_switch_by_call = by_call(draw_switch)
 
 
 @tf.function(
