@@ -591,6 +591,22 @@ def _graph(found, name):
     return tf.constant(1.0)
 
 
+def test_an_operation_can_be_given_another_input():
+    """TensorFlow's own loops need it; a conditional built before carries what it is given inside."""
+
+    @tf.function(autograph=False)
+    def run(x):
+        y = x + 1.0
+        outputs = [y * y, tf.cond(x > 0, lambda: y * 3.0, lambda: y)]
+        for operation in y.consumers():
+            for i, value in enumerate(operation.inputs):
+                if value is y:
+                    operation._update_input(i, tf.identity(x))
+        return outputs
+
+    assert [float(y) for y in run(tf.constant(5.0))] == [25.0, 15.0]
+
+
 def test_the_graph_of_a_loop_has_a_class_of_its_own():
     graphs = []
 

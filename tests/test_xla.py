@@ -47,11 +47,13 @@ def mlp():
     return keras.Sequential([L.LayerNormalization(), L.Dense(8, activation="gelu"), L.Dense(2)])
 
 
-def test_nothing_is_handed_from_the_forward_to_the_backward_conditional():
-    """The sum, and the gradients of one input and six weights."""
+def test_only_what_is_dear_is_handed_from_the_forward_to_the_backward_conditional():
+    """The sum, what is dear, and the gradients of one input and six weights."""
     x = tf.constant(data(4, 2))
     layer = StochasticDepth(mlp(), 0.5)
-    assert conditionals(layer, x, compiled=True) == [1, 7]
+    norm = 2 if KERAS_3 else 0  # two means, for which Keras 2 has one operation
+    assert conditionals(layer, x, compiled=True) == [1 + norm + 3, 7]
+    assert conditionals(StochasticDepth(L.ReLU(), 0.5), x, compiled=True) == [1, 1]
     handed_on = conditionals(layer, x, compiled=False)
     assert max(handed_on) > 8
 
@@ -59,6 +61,24 @@ def test_nothing_is_handed_from_the_forward_to_the_backward_conditional():
 def test_other_branches_fall_back_on_the_gradient_of_tensorflow():
     forward, backward = conditionals(StochasticDepth(Noise(), 0.5), tf.ones((4, 2)), compiled=True)
     assert forward > 1 and backward == 1
+
+
+@pytest.mark.parametrize("size", [64, None])
+def test_a_training_step_does_not_multiply_again(size):
+    """Of two products of matrices, with two more for the gradient of each, XLA computes six."""
+    layer = StochasticDepth(keras.Sequential([L.Dense(128, "gelu"), L.Dense(64)]), 0.5)
+    x = tf.constant(data(64, 64))
+    layer(x)
+
+    @tf.function(jit_compile=True, input_signature=[tf.TensorSpec((size, 64))])
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.square(layer(x, shortcut=x, training=True)))
+        return tape.gradient(loss, [x, *trainable_variables(layer)])
+
+    program = step.experimental_get_compiler_ir(x)(stage="optimized_hlo")
+    assert program.count(" dot(") == 6
 
 
 # ------------------------------------------------------------------ state and random numbers
@@ -153,7 +173,7 @@ def test_a_variable_of_tensorflows_own_is_not_counted_twice():
 # ------------------------------------------------------------------ trained as the plain model
 
 
-def transformer(dropout):
+def transformer(dropout, norm=True):
     x = inputs = keras.Input((5, 6))
     for i in range(2):
         y = L.LayerNormalization()(x)
@@ -163,8 +183,8 @@ def transformer(dropout):
         y = L.Dense(12, activation="gelu")(y)
         if dropout:
             y = L.Dropout(0.3, seed=i)(y)
-        y = L.BatchNormalization()(L.Dense(6)(y))
-        x = L.Add()([x, y])
+        y = L.Dense(6)(y)
+        x = L.Add()([x, L.BatchNormalization()(y) if norm else y])
     return keras.Model(inputs, L.Dense(1)(L.GlobalAveragePooling1D()(x)))
 
 
@@ -180,6 +200,82 @@ def test_ten_steps_at_1_give_the_weights_of_the_plain_model():
         outputs.append((losses, model.predict(x, verbose=0)))
     np.testing.assert_allclose(outputs[0][0], outputs[1][0], rtol=1e-5)
     np.testing.assert_allclose(outputs[0][1], outputs[1][1], atol=1e-5)
+
+
+def test_so_does_a_fit_with_a_short_last_batch():
+    """There no size of a batch is known when the step is traced.
+
+    With BatchNormalization in the branch too, where Keras can repeat it under XLA.
+    """
+    plain = randomize(transformer(dropout=KERAS_3, norm=KERAS_3))
+    wrapped = wrap_residuals(plain, constant(1.0))
+    x, y = data(20, 5, 6), data(20, 1)
+    outputs = []
+    for model in (plain, wrapped):
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        outputs.append(model.predict(x, verbose=0))
+    np.testing.assert_allclose(*outputs, atol=1e-5)
+
+
+def test_a_layer_that_computes_by_other_operations_each_time():
+    """What is kept of one call has no place in the other."""
+    first, second = (tf.constant(data(2, 2, seed=seed)) for seed in (1, 2))
+
+    class Fickle(L.Layer):
+        calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            if self.calls % 2:
+                return tf.matmul(x, first @ second)
+            return tf.matmul(tf.matmul(x, first), second)
+
+    layer = StochasticDepth(Fickle(), 1.0)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.square(layer(x, training=True))
+        return tape.gradient(y, x)
+
+    x = data(3, 2)
+    layer(tf.constant(x))
+    product = first.numpy() @ second.numpy()
+    for _ in range(2):
+        gradient = jit(step)(tf.constant(x))
+        np.testing.assert_allclose(gradient, 2.0 * x @ product @ product.T, rtol=1e-4, atol=1e-5)
+        layer.layer.calls += 1
+
+
+def test_the_gradient_of_a_gradient():
+    """What is kept of the forward pass is a function of the inputs too."""
+    layer = StochasticDepth(
+        keras.Sequential([L.LayerNormalization(), L.Dense(8, activation="gelu"), L.Dense(3)]), 0.7
+    )
+    x = tf.constant(data(4, 3))
+    layer(x)
+    found = []
+    for compiled in (False, True):
+        layer._seed_state.assign([1, 0])
+
+        @tf.function(jit_compile=compiled)
+        def step(x):
+            weights = trainable_variables(layer)
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = tf.reduce_sum(tf.square(layer(x, shortcut=x, training=True)))
+                penalty = tf.reduce_sum(tf.square(inner.gradient(y, x)))
+            zero = tf.UnconnectedGradients.ZERO
+            return penalty, outer.gradient(penalty, [x, *weights], unconnected_gradients=zero)
+
+        found.append([tf.nest.flatten(step(x)) for _ in range(6)])
+    for ours, theirs in zip(*found):
+        for a, b in zip(ours, theirs):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
+    assert len({float(step[0]) for step in found[0]}) == 2
 
 
 @pytest.mark.parametrize("p", [0.0, 0.6])

@@ -1412,6 +1412,14 @@ def _graph_likeness(graph):
     return inputs, tuple(found), _plain(outputs)
 
 
+def replace_uses(tensor, other):
+    """Lets the operations of a graph under construction take another tensor in place of one."""
+    for operation in tensor.consumers():
+        for i, x in enumerate(operation.inputs):
+            if x is tensor:
+                operation._update_input(i, other)
+
+
 def can_repeat(function):
     """Whether a function does nothing but compute: it changes no variable and draws no number.
 

@@ -14,9 +14,10 @@ from tfa_stochastic_depth import _keras
 from tfa_stochastic_depth.alike import call_shared
 from tfa_stochastic_depth.arguments import Arguments
 from tfa_stochastic_depth.masks import set_masks, stand_in_masks, sum_masks
+from tfa_stochastic_depth.recompute import describe, note_dear, run_or_skip_twice
 from tfa_stochastic_depth.rows import ALL, Rows, choose_rows
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
-from tfa_stochastic_depth.switch import draw_switch_by_call, run_or_skip, run_or_skip_twice
+from tfa_stochastic_depth.switch import draw_switch_by_call, run_or_skip
 from tfa_stochastic_depth.zeros import Specs, zeros_like_output
 
 keras = _keras.keras
@@ -460,8 +461,11 @@ class StochasticDepth(_keras.Wrapper):
         def skip_again(kept):
             return as_then(lambda: skip(arguments.copy(), kept))[0]
 
+        dear = []
+
         def both():
-            results, losses = run_again()
+            (results, losses), found = note_dear(run_again)
+            dear[:] = describe(found)
             return results, losses, skip_again(results)
 
         # TensorFlow takes the gradient of an outer conditional or loop from its graph, in which one
@@ -470,7 +474,7 @@ class StochasticDepth(_keras.Wrapper):
             return run_or_skip(switch, *sides)
         sources = [x for x in arguments.tensors() if x.dtype.is_floating]
         sources += _keras.trainable_variables(parts)
-        return run_or_skip_twice(switch, *sides, run_again, skip_again, sources)
+        return run_or_skip_twice(switch, *sides, run_again, skip_again, sources, dear)
 
     def _kept(self, arguments, training, rows=ALL):
         """`weight * f + (1 - weight) * s`, plus the shortcut, in some rows, and `s` in the others.

@@ -71,13 +71,14 @@ def run_or_skip(switch, run, skip):
         (outputs, losses). When skipped, the losses are zeros in a graph, and absent if `run` was
         not called.
     """
-    kept, dropped = _sides(run, skip)
+    kept, dropped = sides(run, skip)
     if isinstance(switch, bool):
         return kept() if switch else dropped()
     return tf.cond(switch, kept, dropped)
 
 
-def _sides(run, skip):
+def sides(run, skip):
+    """What `run_or_skip` does if the switch is on, and what if not, as functions of nothing."""
     traced = []
 
     def kept():
@@ -89,55 +90,3 @@ def _sides(run, skip):
         return skip(outputs), [tf.zeros(loss.shape, loss.dtype) for loss in losses]
 
     return kept, dropped
-
-
-def run_or_skip_twice(switch, run, skip, run_again, skip_again, sources):
-    """As `run_or_skip`, with a gradient that computes the chosen side again, in a cond of its own.
-
-    For XLA. What a `tf.cond` computed on the way to its results is needed by its gradient. XLA
-    hands it from one conditional to the other in full size, filled with zeros when the switch is
-    off, so that a dropped layer costs a good part of a kept one. Here only `sources` are handed on.
-
-    Args:
-        switch: Bool scalar tensor.
-        run: As in `run_or_skip`.
-        skip: As in `run_or_skip`.
-        run_again: A function that returns what `run` did, and changes no variable.
-        skip_again: The same for `skip`.
-        sources: What the results depend on: floating-point tensors, and `tf.Variable`s.
-
-    Returns:
-        As `run_or_skip`.
-    """
-    results = run_or_skip(switch, run, skip)
-    leaves = tf.nest.flatten(results)
-    # Masks are among the results too.
-    places = [i for i, y in enumerate(leaves) if y.dtype.is_floating]
-
-    def gradient_of(side, gradients):
-        with tf.GradientTape() as tape:
-            tape.watch(sources)
-            again = tf.nest.flatten(side())
-        zero = tf.UnconnectedGradients.ZERO
-        found = tape.gradient([again[i] for i in places], sources, gradients, zero)
-        return [tf.convert_to_tensor(g) for g in found]
-
-    @tf.custom_gradient
-    def with_gradient(*values):
-        def gradient(*gradients):
-            kept, dropped = _sides(run_again, skip_again)
-            found = tf.cond(
-                switch,
-                lambda: gradient_of(kept, gradients),
-                lambda: gradient_of(dropped, gradients),
-            )
-            return [None] * len(places) + found
-
-        return [tf.identity(y) for y in values[: len(places)]], gradient
-
-    # With the values of variables, rather than the variables, as arguments, TensorFlow does not
-    # look for variables by itself.
-    stopped = [tf.stop_gradient(leaves[i]) for i in places]
-    for i, y in zip(places, with_gradient(*stopped, *map(tf.convert_to_tensor, sources))):
-        leaves[i] = y
-    return tf.nest.pack_sequence_as(results, leaves)
