@@ -592,7 +592,7 @@ def _graph(found, name):
 
 
 def test_an_operation_can_be_given_another_input():
-    """TensorFlow's own loops need it; a conditional built before carries what it is given inside."""
+    """TensorFlow's own loops need it. One built before, with a graph inside, takes it in too."""
 
     @tf.function(autograph=False)
     def run(x):
