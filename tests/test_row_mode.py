@@ -12,6 +12,7 @@ from helpers import (
     assert_same_outputs,
     data,
     functions_of,
+    nodes_of,
     operations_in,
     trainable_variables,
 )
@@ -263,6 +264,52 @@ def test_gradients(p, rescale, how):
     dy = 2 * (x + b * (x @ w))
     np.testing.assert_allclose(dx, dy + (b * dy) @ w.T, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dw, x.T @ (b * dy), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shortcut", ["the input", "another tensor"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_gradient_of_a_gradient(p, shortcut, how):
+    dense = L.Dense(2, activation="tanh")
+    layer = StochasticDepth(dense, p, mode="row", seed=4)
+    x = tf.constant(data(10, 2))
+    layer(x)
+    b = tf.constant(kept_rows(4, 0, p, 10)[:, np.newaxis], tf.float32)
+
+    def penalty(x, f):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                s = x if shortcut == "the input" else tf.sin(x)
+                loss = tf.reduce_sum(tf.square(f(x, s)))
+            result = tf.reduce_sum(tf.square(inner.gradient(loss, x)))
+        return result, outer.gradient(result, x)
+
+    ours = how(lambda x: penalty(x, lambda x, s: layer(x, shortcut=s, training=True)))(x)
+    plain = penalty(x, lambda x, s: s + b * dense(x))
+    for a, b in zip(ours, plain):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_gradient_of_rows_is_added_to_that_of_the_shortcut_in_place(jit):
+    """And not put into a tensor of zeros, which is added."""
+    layer = StochasticDepth(L.Dense(2), 0.3, mode="row")
+    x = tf.constant(data(10, 2))
+    layer(x)
+
+    def operations(shortcut):
+        @tf.function(jit_compile=jit)
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x, shortcut=shortcut(x), training=True)
+            return tape.gradient(y, x)
+
+        return {n.op for n in nodes_of(step.get_concrete_function(x).graph.as_graph_def())}
+
+    assert "ScatterNd" not in operations(lambda x: x)
+    assert "ScatterNd" in operations(tf.sin)
 
 
 def test_batch_normalization_sees_the_kept_rows(how):

@@ -65,6 +65,8 @@ class Arguments:
     def take(self, rows, layer, specs):
         """The arguments for some rows. Tensors without a batch axis stay whole.
 
+        So does the shortcut, to which what the layer makes of them is added.
+
         Raises:
             ValueError: If one of them has no rows that could be taken.
         """
@@ -77,7 +79,18 @@ class Arguments:
                     'mode="row" takes rows of ordinary tensors. Use mode="batch" for '
                     f"{layer.name!r}, which is called with a {type(x).__name__}."
                 )
-        return self._mapped(batched, rows.take)
+        given = {id(x) for x in tf.nest.flatten((self.args, self.kwargs))}
+        beside = {id(x): x for x in tf.nest.flatten(self.shortcut) if id(x) in given}
+
+        def take(x):
+            if id(x) not in beside:
+                return rows.take(x)
+            beside[id(x)], y = rows.take_beside(x)
+            return y
+
+        taken = self._mapped(batched, take)
+        taken.shortcut = tf.nest.map_structure(lambda x: beside.get(id(x), x), self.shortcut)
+        return taken
 
     def lose_masks(self, taken):
         """Takes the masks away from tensors whose rows have lost them."""

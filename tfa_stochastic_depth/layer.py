@@ -489,9 +489,9 @@ class StochasticDepth(_keras.Wrapper):
         weight = self._weight(training, rows)
         stand_in = arguments.masks()
         if arguments.shortcut is not None:
-            self.check_sum(arguments.shortcut, f, rows)
-            masks = sum_masks(arguments.shortcut, stand_in, masks, rows)
-            outputs = _map(lambda a, y: rows.add(a, _scaled(y, weight)), arguments.shortcut, f)
+            self.check_sum(taken.shortcut, f, rows)
+            masks = sum_masks(taken.shortcut, stand_in, masks, rows)
+            outputs = _map(lambda a, y: rows.add(a, _scaled(y, weight)), taken.shortcut, f)
         elif self.skip is None:
             outputs = _map(lambda y: rows.spread(_scaled(y, weight)), f)
         elif weight is None and rows.are_all:

@@ -87,13 +87,44 @@ class Rows:
             return x
         return self._either(lambda: x, lambda: _gather(x, self._places), x, self._count)
 
+    def take_beside(self, x):
+        """(A tensor, these rows of it), with the gradient of the rows added to that of the tensor.
+
+        For a shortcut: TensorFlow's gradient is a tensor of zeros with rows in it, which is added.
+        """
+        if self._every is True:
+            return x, x
+        rows = self._here()
+
+        @tf.custom_gradient
+        def split(x):
+            def gradient(dx, dy):
+                return rows._sum(dx, dy)
+
+            return (tf.identity(x), rows.take(x)), gradient
+
+        return split(tf.identity(x))
+
     def add(self, x, y):
         """A tensor `x` with `y` added to these rows."""
         if self._every is True:
             return x + y
-        y = self._if_kept(y, lambda: tf.zeros_like(y))
-        some = lambda: tf.tensor_scatter_nd_add(x, self._places, y)  # noqa: E731
-        return self._either(lambda: x + y, some, x, self._size)
+        rows = self._here()
+
+        @tf.custom_gradient
+        def add(x, y):
+            def gradient(dz):
+                return dz, rows._by_kind(
+                    lambda: dz,
+                    lambda: tf.gather_nd(dz, rows._places),
+                    lambda: tf.zeros(tf.concat([[rows._count], tf.shape(dz)[1:]], 0), dz.dtype),
+                    dz,
+                    rows._count,
+                )
+
+            return rows._sum(x, y), gradient
+
+        return add(tf.identity(x), tf.identity(y))
 
     def put(self, x, y):
         """A tensor `x` with `y` in place of these rows."""
@@ -142,11 +173,32 @@ class Rows:
     def _if_kept(self, y, other):
         return y if self._kept is True else tf.where(self._kept, y, other())
 
+    def _sum(self, x, y):
+        return self._by_kind(
+            lambda: x + y,
+            lambda: tf.tensor_scatter_nd_add(x, self._places, y),
+            lambda: x,
+            x,
+            self._size,
+        )
+
+    def _by_kind(self, every, some, none, like, rows):
+        """As `_either`, and `none()` if what is made of these rows is not kept."""
+        if self._kept is True:
+            return self._either(every, some, like, rows)
+        y = tf.cond(self._kept, lambda: self._either(every, some, like, rows), none)
+        y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
+        return y
+
     def _either(self, every, some, like, rows):
         """`every()` or `some()`, which are shaped as `like` but for the number of rows."""
         y = some() if self._every is False else tf.cond(self._every, every, some)
         y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
         return y
+
+    def _here(self):
+        """The same as tensors of this graph, which may be that of a side of a conditional."""
+        return Rows(*(tf.identity(x) if tf.is_tensor(x) else x for x in self.parts()))
 
 
 ALL = Rows(None, None, True, None)
