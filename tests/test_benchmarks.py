@@ -147,3 +147,33 @@ def test_update_measures_a_share_of_the_step(bench, capsys):
     assert [len(shares) for shares in found.values()] == [3]
     assert all(share < 1 for share in found["transformer"])
     assert "transformer: the update is" in capsys.readouterr().out
+
+
+def test_stages_say_what_is_to_be_expected_of_their_time(bench, capsys, monkeypatch):
+    """Steps that take what their blocks do: 1 for the first, 3 for the second, 5 for the third."""
+    stages = bench("stages")
+
+    def interleave(variants, turns):
+        seconds = {"plain": np.full(turns, 10.0), None: np.full(turns, 1.0)}
+        for name, variant in variants.items():
+            if name in seconds:
+                continue
+            if isinstance(variant, stages.Kept):
+                variant.before_step()
+                seconds[name] = np.full(turns, 1.0 + [1, 3, 5] @ np.array(variant._probs))
+                continue
+            for _ in range(turns):
+                variant.before_step()
+                variant.step()
+            drawn = variant.before_step.__self__.drawn()
+            seconds[name] = 1.0 + drawn @ [1, 3, 5]
+        return seconds
+
+    monkeypatch.setattr(stages, "interleave", interleave)
+    shares, found = stages.main(["--quick", "--turns", "30"])
+    assert list(shares.values()) == pytest.approx([0.1, 0.3, 0.5, 0.1])
+    assert list(found) == ["1 to 0.5", "0.75"]
+    for executed, expected, measured, _ in found.values():
+        assert 0 < executed < 1
+        assert measured == pytest.approx(expected)
+    assert "1 blocks that give (None, 16, 16, 4): 0.300" in capsys.readouterr().out
