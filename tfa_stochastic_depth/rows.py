@@ -186,7 +186,9 @@ class Rows:
         """As `_either`, and `none()` if what is made of these rows is not kept."""
         if self._kept is True:
             return self._either(every, some, like, rows)
-        y = tf.cond(self._kept, lambda: self._either(every, some, like, rows), none)
+        # The usual case comes first: a step passes one conditional then, and not one in another.
+        usual = tf.logical_and(self._kept, tf.logical_not(self._every))
+        y = tf.cond(usual, some, lambda: tf.cond(self._kept, every, none))
         y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
         return y
 
