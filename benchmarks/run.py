@@ -122,7 +122,8 @@ def parse_args(argv=None):
         parser.error(f"--variants: {', '.join(sorted(unknown))}: not in {sorted(there)}")
     chosen = [tuple(w for w in words if w in args.only) or words for words in known]
     args.sections, args.models, args.executions, args.dtypes = chosen
-    if not set(args.only) & set(SECTIONS) and set(args.only) & {*EXECUTIONS, *DTYPES}:
+    of_steps = args.variants or set(args.only) & {*EXECUTIONS, *DTYPES}
+    if of_steps and not set(args.only) & set(SECTIONS):
         args.sections = ("steps",)
     return args
 

@@ -114,6 +114,7 @@ def test_the_fit_of_equal_steps_is_a_trimmed_mean(bench):
         (["memory"], 1, 4, 2),
         (["transformer", "float32"], 1, 1, 1),
         (["resnet110"], 3, 1, 2),
+        (["resnet110", "--variants", "batch 0"], 1, 1, 2),
     ],
 )
 def test_only_chooses(bench, words, sections, models, dtypes):
