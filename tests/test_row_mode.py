@@ -291,6 +291,36 @@ def test_the_gradient_of_a_gradient(p, shortcut, how):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("skip", ["identity", "another tensor"])
+def test_a_persistent_tape(skip, how):
+    """TensorFlow takes gradients for it by other ways, also those of conditionals."""
+    dense = L.Dense(2, activation="tanh")
+    layer = StochasticDepth(
+        dense, 0.3, mode="row", seed=4, skip="identity" if skip == "identity" else None
+    )
+    x = tf.constant(data(10, 2))
+    layer(x)
+    b = tf.constant(kept_rows(4, 0, 0.3, 10)[:, np.newaxis], tf.float32)
+
+    def gradient(x, f):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.square(f(x)))
+        return tape.gradient(loss, x)
+
+    def run(x):
+        extra = {} if skip == "identity" else {"shortcut": tf.sin(x)}
+        return layer(x, training=True, **extra)
+
+    def plain(x):
+        if skip == "identity":
+            return b * dense(x) + (1 - b) * x
+        return tf.sin(x) + b * dense(x)
+
+    ours = how(lambda x: gradient(x, run))(x)
+    np.testing.assert_allclose(ours, gradient(x, plain), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_gradient_of_rows_is_added_to_that_of_the_shortcut_in_place(jit):
     """And not put into a tensor of zeros, which is added."""

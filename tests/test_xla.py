@@ -356,6 +356,32 @@ def test_gradients_have_the_dtype_of_the_weights(policy):
         np.testing.assert_allclose(ours, plain, rtol=1e-2)
 
 
+def test_a_conditional_in_the_branch_that_reads_weights():
+    class Either(L.Layer):
+        def build(self, shape):
+            self.w = self.add_weight(name="w", shape=(2, 2), initializer="ones")
+            super().build(shape)
+
+        def call(self, x):
+            w = lambda: tf.convert_to_tensor(self.w)  # noqa: E731
+            some = tf.reduce_sum(x) > 0.0
+            return tf.cond(some, lambda: tf.matmul(x, w()), lambda: tf.matmul(-x, w()))
+
+    layer = StochasticDepth(Either(), 1.0)
+    x = tf.constant(data(3, 2))
+    layer(x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = layer(x, shortcut=x, training=True)
+        return tape.gradient(y, trainable_variables(layer))
+
+    for sign in (1.0, -1.0):
+        (gradient,) = jit(step)(sign * x)
+        expected = np.sign(x.numpy().sum()) * x.numpy().sum(0)
+        np.testing.assert_allclose(gradient, np.repeat(expected[:, np.newaxis], 2, 1), rtol=1e-5)
+
+
 def test_blocks_inside_blocks():
     inner = StochasticDepth(L.Dense(2), 0.7, seed=1, skip="identity")
     layer = StochasticDepth(keras.Sequential([inner, L.Dense(2)]), 0.7, seed=2)

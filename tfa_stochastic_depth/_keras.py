@@ -1431,12 +1431,19 @@ def can_repeat(function):
         return False
     # The functions of a GraphDef are in its field of that name.
     called = [node for inner in graph.library.function for node in inner.node_def]
-    for operation in {node.op for node in [*graph.node, *called]} - _HARMLESS:
+    nodes = [*graph.node, *called]
+    # TensorFlow finds no gradient of variables that are read in a conditional inside another.
+    reading = [n for n in nodes if tf.resource.as_datatype_enum in n.attr["Tin"].list.type]
+    if any(node.op in _CONDITIONALS for node in reading):
+        return False
+    for operation in {node.op for node in nodes} - _HARMLESS:
         known = op_def_registry.get(operation)
         if known is not None and known.is_stateful:
             return False
     return True
 
+
+_CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
 
 # Operations that TensorFlow calls stateful, and that may be run twice: they read, check, or call
 # functions, whose own operations are looked at.

@@ -82,15 +82,35 @@ class Rows:
         return tf.cast(self._size, tf.float32) / tf.cast(self._count, tf.float32)
 
     def take(self, x):
-        """These rows of a tensor."""
+        """These rows of a tensor.
+
+        TensorFlow's gradient is made of slices that may overlap, to be added up. This one puts rows
+        in place. It is one for the whole conditional: TensorFlow disregards one inside of it where
+        a persistent tape watches.
+        """
         if self._every is True:
             return x
-        return self._either(lambda: x, lambda: _gather(x, self._places), x, self._count)
+        if not x.dtype.is_floating:
+            return self._taken(x)
+        rows, x = self._here(), tf.identity(x)
+        # Not to keep all of `x` for its shape. XLA does not, and has to see where it comes from.
+        shape = None if _keras.compiles_with_xla() else tf.shape(x)
+
+        @tf.custom_gradient
+        def take(x):
+            def gradient(dy):
+                size = tf.shape(x) if shape is None else shape
+                some = lambda: tf.scatter_nd(rows._places, dy, size)  # noqa: E731
+                return rows._either(lambda: dy, some, x, rows._size)
+
+            return rows._taken(x), gradient
+
+        return take(x)
 
     def take_beside(self, x):
         """(A tensor, these rows of it), with the gradient of the rows added to that of the tensor.
 
-        For a shortcut: TensorFlow's gradient is a tensor of zeros with rows in it, which is added.
+        For a shortcut: with `take` there would be a tensor of zeros with rows in it, to be added.
         """
         if self._every is True:
             return x, x
@@ -101,7 +121,7 @@ class Rows:
             def gradient(dx, dy):
                 return rows._sum(dx, dy)
 
-            return (tf.identity(x), rows.take(x)), gradient
+            return (tf.identity(x), rows._taken(x)), gradient
 
         return split(tf.identity(x))
 
@@ -173,6 +193,9 @@ class Rows:
     def _if_kept(self, y, other):
         return y if self._kept is True else tf.where(self._kept, y, other())
 
+    def _taken(self, x):
+        return self._either(lambda: x, lambda: tf.gather_nd(x, self._places), x, self._count)
+
     def _sum(self, x, y):
         return self._by_kind(
             lambda: x + y,
@@ -242,25 +265,3 @@ def _choose(seed, survival_prob, size, training):
 
 
 _choose_by_call = by_call(_choose)
-
-
-def _gather(x, places):
-    """As `tf.gather_nd`, but for the gradient.
-
-    TensorFlow's is made of slices that may overlap, to be added up. This one puts rows in place.
-    """
-    if not x.dtype.is_floating:
-        return tf.gather_nd(x, places)
-    # Tensors of this graph, which may be that of a side of a conditional.
-    x, places = tf.identity(x), tf.identity(places)
-    # Not to keep all of `x` for its shape. XLA does not, and has to see where a shape comes from.
-    shape = None if _keras.compiles_with_xla() else tf.shape(x)
-
-    @tf.custom_gradient
-    def gather(x, places):
-        def gradient(dy):
-            return tf.scatter_nd(places, dy, tf.shape(x) if shape is None else shape), None
-
-        return tf.gather_nd(x, places), gradient
-
-    return gather(x, places)
