@@ -292,33 +292,32 @@ def test_the_gradient_of_a_gradient(p, shortcut, how):
 
 
 @pytest.mark.parametrize("skip", ["identity", "another tensor"])
-def test_a_persistent_tape(skip, how):
+@pytest.mark.parametrize("batch_size", [6, None])
+def test_a_persistent_tape(skip, batch_size):
     """TensorFlow takes gradients for it by other ways, also those of conditionals."""
-    dense = L.Dense(2, activation="tanh")
-    layer = StochasticDepth(
-        dense, 0.3, mode="row", seed=4, skip="identity" if skip == "identity" else None
-    )
-    x = tf.constant(data(10, 2))
-    layer(x)
-    b = tf.constant(kept_rows(4, 0, 0.3, 10)[:, np.newaxis], tf.float32)
+    inputs = keras.Input((8,), batch_size=batch_size)
+    x, shortcut = L.Dense(8)(inputs), L.Dense(8)(inputs)
+    dense = L.Dense(8, activation="relu")
+    if skip == "identity":
+        layer = StochasticDepth(dense, 0.5, mode="row", seed=4, skip="identity")
+        model = keras.Model(inputs, layer(x))
+    else:
+        layer = StochasticDepth(dense, 0.5, mode="row", seed=4)
+        model = keras.Model(inputs, layer(x, shortcut=shortcut))
 
-    def gradient(x, f):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(tf.square(f(x)))
-        return tape.gradient(loss, x)
+    def step(x, persistent):
+        with tf.GradientTape(persistent=persistent) as tape:
+            loss = tf.reduce_sum(tf.square(model(x, training=True)))
+        return tape.gradient(loss, trainable_variables(model))
 
-    def run(x):
-        extra = {} if skip == "identity" else {"shortcut": tf.sin(x)}
-        return layer(x, training=True, **extra)
-
-    def plain(x):
-        if skip == "identity":
-            return b * dense(x) + (1 - b) * x
-        return tf.sin(x) + b * dense(x)
-
-    ours = how(lambda x: gradient(x, run))(x)
-    np.testing.assert_allclose(ours, gradient(x, plain), rtol=1e-4, atol=1e-5)
+    found = []
+    for persistent in (False, True):
+        layer._seed_state.assign([4, 0])
+        run = tf.function(lambda x, persistent=persistent: step(x, persistent))
+        found.append(run(tf.constant(data(6, 8))))
+    for ours, other in zip(*found):
+        np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-6)
+        assert np.any(ours)
 
 
 @pytest.mark.parametrize("jit", [False, True])
