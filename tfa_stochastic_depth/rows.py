@@ -210,7 +210,8 @@ class Rows:
         if self._kept is True:
             return self._either(every, some, like, rows)
         # The usual case comes first: a step passes one conditional then, and not one in another.
-        usual = tf.logical_and(self._kept, tf.logical_not(self._every))
+        with _keras.on_host():
+            usual = tf.logical_and(self._kept, tf.logical_not(self._every))
         y = tf.cond(usual, some, lambda: tf.cond(self._kept, every, none))
         y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
         return y
@@ -223,7 +224,8 @@ class Rows:
 
     def _here(self):
         """The same as tensors of this graph, which may be that of a side of a conditional."""
-        return Rows(*(tf.identity(x) if tf.is_tensor(x) else x for x in self.parts()))
+        with _keras.on_host():
+            return Rows(*(tf.identity(x) if tf.is_tensor(x) else x for x in self.parts()))
 
 
 ALL = Rows(None, None, True, None)
