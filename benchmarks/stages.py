@@ -14,7 +14,6 @@ import numpy as np
 
 from measure import fit_at_mean, interleave
 from models import CASES
-from switches import Switches
 from tfa_stochastic_depth import set_survival_probs
 from tfa_stochastic_depth.layer import stochastic_depth_layers
 from variants import Setting
@@ -57,9 +56,6 @@ def main(argv=None):
     variants = {"plain": setting.make("plain"), None: Kept(dropped, np.zeros(len(of_block)))}
     variants |= {stage: Kept(dropped, of_block == stage) for stage in stages}
     random = {label: setting.make(f"batch {label}") for label in case.rules}
-    switches = {label: Switches(v.model, np.ones(len(of_block))) for label, v in random.items()}
-    for label, variant in random.items():
-        variant.before_step = switches[label].record
     seconds = interleave({**variants, **random}, args.turns)
 
     ratios = {name: s / seconds["plain"] for name, s in seconds.items()}
@@ -70,13 +66,11 @@ def main(argv=None):
         print(f"{sum(of_block == stage)} blocks that give {stage}: {shares[stage]:.3f}")
     print(f"all else: {rest:.3f}")
     each = np.array([shares[stage] / sum(of_block == stage) for stage in of_block])
-    macs = np.array([block.macs for block in setting.blocks("1")])
     found = {}
-    for label in random:
-        drawn = switches[label].drawn()
-        time = rest + drawn @ each
+    for label, variant in random.items():
+        time = rest + variant.switches.drawn() @ each
         measured, error = fit_at_mean(time, ratios[label])
-        executed = float(np.mean(drawn @ macs) / macs.sum())
+        executed = float(variant.executed().mean())
         found[label] = executed, float(time.mean()), measured, error
         print(
             f"{label}: {executed:.3f} of the multiply-adds, {time.mean():.3f} of the time expected,"

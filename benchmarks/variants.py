@@ -52,7 +52,7 @@ class Variant:
         self._function = function
         self._x = x
         self._share = share
-        self._switches = switches
+        self.switches = switches
         self._steps = 0
 
     def trace(self):
@@ -66,14 +66,14 @@ class Variant:
     def before_step(self):
         """Notes what the next step is going to execute."""
         self._steps += 1
-        if self._switches is not None:
-            self._switches.record()
+        if self.switches is not None:
+            self.switches.record()
 
     def executed(self):
         """The executed share of each step noted."""
-        if self._switches is None:
+        if self.switches is None:
             return np.full(self._steps, self._share)
-        return self._switches.executed()
+        return self.switches.executed()
 
 
 class Setting:
@@ -106,7 +106,7 @@ class Setting:
             return self._variant(self.plain)
         if kind in ("batch", "row"):
             return getattr(self, f"_{kind}")(label)
-        return self._variant(self._build(self._merging(kind, self.blocks(label))))
+        return self._variant(self._build(self._merging(kind, self._blocks(label))))
 
     def branch_share(self):
         """The share of the model's multiply-adds that is in the branches."""
@@ -120,8 +120,7 @@ class Setting:
     def _rule(self, label):
         return {**self.case.rules, **self.case.row_rules, **EXACT}[label]
 
-    def blocks(self, label):
-        """The blocks of the model, with the survival probabilities of a rule."""
+    def _blocks(self, label):
         return find_residuals(self.plain, self._rule(label)).blocks
 
     def _wrap(self, label, **kwargs):
@@ -132,11 +131,11 @@ class Setting:
         if self.execution == "xla" and self.case.convolves:
             raise NotHere("XLA on CPUs has no fast convolution inside a conditional")
         model = self._wrap(label)
-        costs = [block.macs for block in self.blocks(label)]
+        costs = [block.macs for block in self._blocks(label)]
         return self._variant(model, switches=Switches(model, costs))
 
     def _row(self, label):
-        blocks, size = self.blocks(label), self.batch_size
+        blocks, size = self._blocks(label), self.batch_size
         executed = sum(round(b.survival_prob * size) / size * b.macs for b in blocks)
         model = self._wrap(label, mode="row")
         return self._variant(model, executed / sum(b.macs for b in blocks))

@@ -298,12 +298,9 @@ def test_a_persistent_tape(skip, batch_size):
     inputs = keras.Input((8,), batch_size=batch_size)
     x, shortcut = L.Dense(8)(inputs), L.Dense(8)(inputs)
     dense = L.Dense(8, activation="relu")
-    if skip == "identity":
-        layer = StochasticDepth(dense, 0.5, mode="row", seed=4, skip="identity")
-        model = keras.Model(inputs, layer(x))
-    else:
-        layer = StochasticDepth(dense, 0.5, mode="row", seed=4)
-        model = keras.Model(inputs, layer(x, shortcut=shortcut))
+    skips = skip == "identity"
+    layer = StochasticDepth(dense, 0.5, mode="row", seed=4, skip=skip if skips else None)
+    model = keras.Model(inputs, layer(x, **({} if skips else {"shortcut": shortcut})))
 
     def step(x, persistent):
         with tf.GradientTape(persistent=persistent) as tape:

@@ -1423,7 +1423,8 @@ def replace_uses(tensor, other):
 def can_repeat(function):
     """Whether a function does nothing but compute: it changes no variable and draws no number.
 
-    It is traced, and not run.
+    Nor may it read variables in a conditional: inside of another, TensorFlow finds no gradient of
+    them. It is traced, and not run.
     """
     try:
         graph = tf.function(unconverted(function)).get_concrete_function().graph.as_graph_def()
@@ -1432,9 +1433,8 @@ def can_repeat(function):
     # The functions of a GraphDef are in its field of that name.
     called = [node for inner in graph.library.function for node in inner.node_def]
     nodes = [*graph.node, *called]
-    # TensorFlow finds no gradient of variables that are read in a conditional inside another.
-    reading = [n for n in nodes if tf.resource.as_datatype_enum in n.attr["Tin"].list.type]
-    if any(node.op in _CONDITIONALS for node in reading):
+    inputs = [node.attr["Tin"].list.type for node in nodes if node.op in _CONDITIONALS]
+    if any(tf.resource.as_datatype_enum in types for types in inputs):
         return False
     for operation in {node.op for node in nodes} - _HARMLESS:
         known = op_def_registry.get(operation)

@@ -79,7 +79,9 @@ class Arguments:
                     'mode="row" takes rows of ordinary tensors. Use mode="batch" for '
                     f"{layer.name!r}, which is called with a {type(x).__name__}."
                 )
+        # What is only a shortcut, or a stand-in, is not needed by rows.
         given = {id(x) for x in tf.nest.flatten((self.args, self.kwargs))}
+        batched = [x for x in batched if id(x) in given]
         beside = {id(x): x for x in tf.nest.flatten(self.shortcut) if id(x) in given}
 
         def take(x):

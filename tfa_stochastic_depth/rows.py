@@ -213,19 +213,22 @@ class Rows:
         with _keras.on_host():
             usual = tf.logical_and(self._kept, tf.logical_not(self._every))
         y = tf.cond(usual, some, lambda: tf.cond(self._kept, every, none))
-        y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
-        return y
+        return _shaped(y, like, rows)
 
     def _either(self, every, some, like, rows):
         """`every()` or `some()`, which are shaped as `like` but for the number of rows."""
         y = some() if self._every is False else tf.cond(self._every, every, some)
-        y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
-        return y
+        return _shaped(y, like, rows)
 
     def _here(self):
         """The same as tensors of this graph, which may be that of a side of a conditional."""
         with _keras.on_host():
             return Rows(*(tf.identity(x) if tf.is_tensor(x) else x for x in self.parts()))
+
+
+def _shaped(y, like, rows):
+    y.set_shape([rows if isinstance(rows, int) else None, *like.shape[1:]])
+    return y
 
 
 ALL = Rows(None, None, True, None)
