@@ -158,6 +158,15 @@ CASES = {
         HALF,
         row_rules={"0.6": constant(0.6)},
     ),
+    # Of the width of ViT-S; the one above is of that of ViT-Ti.
+    "transformer384": Case(
+        transformer,
+        {"depth": 4, "tokens": 64, "width": 384, "heads": 6},
+        {"depth": 1, "tokens": 4, "width": 8, "heads": 2},
+        32,
+        HALF,
+        row_rules={"0.6": constant(0.6)},
+    ),
     "convnext": Case(
         convnext,
         {"blocks": 6, "size": 16, "channels": 96},

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 COLORS = {
     "plain": "#8c8c8c",
+    "plain/half": "#8c8c8c",
     "mask": "#c9a66b",
     "mask/sample": "#c9a66b",
     "tfa": "#c9a66b",
@@ -27,7 +28,7 @@ NUMBERS = {"va": "center", "fontsize": 8}
 
 def draw_panel(axis, title, variants):
     """Draws one setting: measured ratios as bars, executed shares as marks."""
-    names = [name for name in variants if not name.startswith("plain")]
+    names = [name for name in variants if name.partition(" ")[0] != "plain"]
     rows = [variants[name] for name in names]
     for place, (name, row) in enumerate(zip(names, rows)):
         color = COLORS[name.partition(" ")[0]]

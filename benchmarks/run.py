@@ -11,6 +11,8 @@ Variants, each followed by its depth rule (a survival probability, or "1 to 0.5"
 decay of the paper):
 
     plain         the model without stochastic depth, what all others are compared with
+    plain/half    the same on half of the samples: what rows at 0.5 would take if picking them and
+                  putting them back took no time
     mask          `shortcut + mask * branch` with one mask for the batch: the branch is computed
     mask/sample   the same with a mask for each sample, as in KerasCV and timm
     tfa           `tfa.layers.StochasticDepth`, where tensorflow-addons is installed

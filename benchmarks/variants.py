@@ -31,6 +31,7 @@ def names(case):
         *(f"{kind} {case.main}" for kind in ("mask", "mask/sample", "tfa")),
         *(f"batch {label}" for label in rules),
         *(f"row {label}" for label in [*case.rules, *case.row_rules]),
+        "plain/half",
         "plain predict",
         f"ours predict {case.main}",
     ]
@@ -104,6 +105,9 @@ class Setting:
             return Variant(model, self._predict(model), self.x)
         if kind == "plain":
             return self._variant(self.plain)
+        if kind == "plain/half":
+            half = self.x[: self.batch_size // 2]
+            return Variant(self.plain, self._train(self.plain), half, len(half) / len(self.x))
         if kind in ("batch", "row"):
             return getattr(self, f"_{kind}")(label)
         return self._variant(self._build(self._merging(kind, self._blocks(label))))

@@ -39,12 +39,12 @@ def test_a_run_writes_every_variant_with_finite_numbers(bench, tmp_path, capsys)
     assert {*variants, *skipped} == {
         *("plain", "mask 0.5", "mask/sample 0.5", "tfa 0.5"),
         *("batch 0.5", "batch 1", "batch 0", "row 0.5"),
-        *("plain predict", "ours predict 0.5"),
+        *("plain/half", "plain predict", "ours predict 0.5"),
     }
     assert all(math.isfinite(number) for number in numbers([variants, panel["line"]]))
     executed = {name: row["executed"] for name, row in variants.items()}
     assert executed["plain"] == executed["mask 0.5"] == executed["batch 1"] == 1
-    assert (executed["batch 0"], executed["row 0.5"]) == (0, 0.5)
+    assert (executed["batch 0"], executed["row 0.5"], executed["plain/half"]) == (0, 0.5, 0.5)
     assert variants["plain"]["fit"] == variants["plain predict"]["mean"] == 1
     assert panel["branches"] == 1
     printed = capsys.readouterr().out
@@ -110,8 +110,8 @@ def test_the_fit_of_equal_steps_is_a_trimmed_mean(bench):
 @pytest.mark.parametrize(
     ("words", "sections", "models", "dtypes"),
     [
-        ([], 3, 4, 2),
-        (["memory"], 1, 4, 2),
+        ([], 3, 5, 2),
+        (["memory"], 1, 5, 2),
         (["transformer", "float32"], 1, 1, 1),
         (["resnet110"], 3, 1, 2),
         (["resnet110", "--variants", "batch 0"], 1, 1, 2),
