@@ -2,6 +2,7 @@
 
     python benchmarks/alone.py memory transformer "batch 0.5"
     python benchmarks/alone.py trace resnet110 plain
+    python benchmarks/alone.py fit resnet110 plain
 
 prints one line of JSON; `run.py` starts one such process for every number.
 
@@ -14,7 +15,9 @@ large tensors go back to the system at once, and the highest size is that of the
 run one after the other, in the same order in every process. What a random variant holds at most is
 decided by its fullest step, and the share executed in that step is what `executed` says.
 
-Trace time is that of the first training step, which traces, optimizes and runs the graph.
+Trace time is that of the first training step, which traces, optimizes and runs the graph. For
+`trace` it is the bare step of the other tables (gradient of a square, SGD); for `fit` it is one of
+Keras, with `compile` and `train_on_batch`: what somebody who calls `fit` waits for.
 """
 
 import argparse
@@ -37,6 +40,7 @@ from variants import Setting
 PLANS = {
     "memory": {"transformer": ("plain", "batch 0.5", "batch 0", "row 0.5")},
     "trace": {"resnet110": ("plain", "batch 1 to 0.5"), "chain": ("plain", "batch 0.5")},
+    "fit": {"resnet110": ("plain", "batch 1 to 0.5")},
 }
 
 STATUS, MARK = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
@@ -76,13 +80,25 @@ def memory(case, name, quick, steps=4):
 
 def trace(case, name, quick):
     """Seconds of building the model and of the first training step."""
+    return _first(case, name, quick, lambda variant: variant.step().numpy())
+
+
+def fit(case, name, quick):
+    """The same for a model that Keras trains."""
+    return _first(case, name, quick, lambda variant: variant.fit_step())
+
+
+def _first(case, name, quick, step):
     sys.setrecursionlimit(100_000)  # Keras goes through the layers of a new model by recursion
     tf.function(lambda x: x + 1)(tf.ones(())).numpy()  # TensorFlow itself starts up
     start = time.perf_counter()
     variant = Setting(CHAIN if case == "chain" else CASES[case], quick=quick).make(name)
     built = time.perf_counter()
-    variant.step().numpy()
+    step(variant)
     return {"build": built - start, "first_step": time.perf_counter() - built}
+
+
+MEASURES = {"memory": memory, "trace": trace, "fit": fit}
 
 
 def in_process(what, model, variant, quick):
@@ -125,13 +141,12 @@ def print_processes(what, model, results):
 def main(argv=None):
     """Prints what was measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "trace"))
+    parser.add_argument("what", choices=tuple(MEASURES))
     parser.add_argument("model", choices=(*CASES, "chain"))
     parser.add_argument("variant", help='such as "plain" or "batch 0.5"')
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args(argv)
-    measure = memory if args.what == "memory" else trace
-    print(json.dumps(measure(args.model, args.variant, args.quick)))
+    print(json.dumps(MEASURES[args.what](args.model, args.variant, args.quick)))
 
 
 if __name__ == "__main__":

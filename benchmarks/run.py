@@ -1,4 +1,4 @@
-"""What stochastic depth costs and saves: train steps, peak memory, trace time.
+"""What stochastic depth costs and saves: train steps, peak memory, time of the first step.
 
     python benchmarks/run.py                                   # everything: an hour or two
     python benchmarks/run.py --quick                           # the same, tiny: does it all run?
@@ -50,7 +50,7 @@ from measure import fit, interleave, summary
 from models import CASES
 from variants import DTYPES, EXECUTIONS, Setting, names
 
-SECTIONS = ("steps", "memory", "trace")
+SECTIONS = ("steps", "memory", "trace", "fit")
 ROW = "{:22}{:>9}{:>8}{:>8}{:>8}{:>8}{:>16}{:>10}"
 
 

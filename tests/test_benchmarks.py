@@ -110,16 +110,32 @@ def test_the_fit_of_equal_steps_is_a_trimmed_mean(bench):
 @pytest.mark.parametrize(
     ("words", "sections", "models", "dtypes"),
     [
-        ([], 3, 5, 2),
+        ([], 4, 5, 2),
         (["memory"], 1, 5, 2),
         (["transformer", "float32"], 1, 1, 1),
-        (["resnet110"], 3, 1, 2),
+        (["resnet110"], 4, 1, 2),
         (["resnet110", "--variants", "batch 0"], 1, 1, 2),
     ],
 )
 def test_only_chooses(bench, words, sections, models, dtypes):
     args = bench("run").parse_args(["--only", *words] if words else [])
     assert (len(args.sections), len(args.models), len(args.dtypes)) == (sections, models, dtypes)
+
+
+@pytest.mark.parametrize("what", ["trace", "fit"])
+def test_the_first_step_is_measured(bench, what, capsys):
+    bench("alone").main([what, "resnet110", "batch 1 to 0.5", "--quick"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found) == ["build", "first_step"]
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_a_step_of_keras_trains(bench):
+    setting = bench("variants").Setting(bench("models").CASES["resnet110"], quick=True)
+    variant = setting.make("plain")
+    before = variant.model.get_weights()
+    variant.fit_step()
+    assert all((a != b).any() for a, b in zip(before, variant.model.get_weights()))
 
 
 def test_warmup_trains_every_variant(bench, tmp_path, capsys, monkeypatch):
