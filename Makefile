@@ -1,7 +1,7 @@
 # Every target below is complete on a machine with Python and make: it makes its own environment first.
 #
 #   make demo           train a ResNet plain and with stochastic depth, side by side, and export it
-#   make bench          measure steps, memory and tracing (an hour or two, on an idle machine)
+#   make bench          measure steps, memory and tracing (about an hour, on an idle machine)
 #   make test           the tests on the newest TensorFlow with its Keras 3     (leg keras3)
 #   make test-keras2    the tests on TensorFlow 2.15 with tensorflow-addons     (leg keras2)
 #   make test-legacy    the tests on the newest TensorFlow with tf_keras        (leg legacy)

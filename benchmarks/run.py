@@ -1,6 +1,6 @@
 """What stochastic depth costs and saves: train steps, peak memory, time of the first step.
 
-    python benchmarks/run.py                                   # everything: an hour or two
+    python benchmarks/run.py                                   # everything: about an hour
     python benchmarks/run.py --quick                           # the same, tiny: does it all run?
     python benchmarks/run.py --only convolutions graph float32 # one table
     python benchmarks/run.py --only memory                     # one section
