@@ -132,6 +132,16 @@ class Case:
 
 HALF = {"0.5": constant(0.5)}
 
+# Of the width of ViT-Ti; `transformer384` is of that of ViT-S.
+TRANSFORMER = Case(
+    transformer,
+    {"depth": 6, "tokens": 64, "width": 192, "heads": 6},
+    {"depth": 1, "tokens": 4, "width": 8, "heads": 2},
+    32,
+    HALF,
+    row_rules={"0.6": constant(0.6)},
+)
+
 CASES = {
     "convolutions": Case(
         convolutions,
@@ -150,22 +160,9 @@ CASES = {
         main="1 to 0.5",
         convolves=True,
     ),
-    "transformer": Case(
-        transformer,
-        {"depth": 6, "tokens": 64, "width": 192, "heads": 6},
-        {"depth": 1, "tokens": 4, "width": 8, "heads": 2},
-        32,
-        HALF,
-        row_rules={"0.6": constant(0.6)},
-    ),
-    # Of the width of ViT-S; the one above is of that of ViT-Ti.
-    "transformer384": Case(
-        transformer,
-        {"depth": 4, "tokens": 64, "width": 384, "heads": 6},
-        {"depth": 1, "tokens": 4, "width": 8, "heads": 2},
-        32,
-        HALF,
-        row_rules={"0.6": constant(0.6)},
+    "transformer": TRANSFORMER,
+    "transformer384": dataclasses.replace(
+        TRANSFORMER, sizes={"depth": 4, "tokens": 64, "width": 384, "heads": 6}
     ),
     "convnext": Case(
         convnext,

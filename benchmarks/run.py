@@ -50,7 +50,7 @@ from measure import fit, interleave, summary
 from models import CASES
 from variants import DTYPES, EXECUTIONS, Setting, names
 
-SECTIONS = ("steps", "memory", "trace", "fit")
+SECTIONS = ("steps", *PLANS)
 ROW = "{:22}{:>9}{:>8}{:>8}{:>8}{:>8}{:>16}{:>10}"
 
 
