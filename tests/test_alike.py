@@ -266,6 +266,108 @@ def test_one_function_for_all_that_are_alike(mode, different):
     assert not any(node.op == "If" for node in graph.node)
 
 
+def gradients_of(model, x):
+    """The GraphDef of a function that takes the gradients of the weights."""
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    return step.get_concrete_function(x).graph.as_graph_def()
+
+
+@of_keras_3
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_the_runtime_calls_the_forward_pass_and_copies_its_gradient(accelerator, monkeypatch):
+    """On a CPU. Where there is a GPU both are copied, and the switches are drawn ahead of them."""
+    monkeypatch.setattr(_keras, "has_accelerator", lambda: accelerator)
+    model = wrap_residuals(network(6), 0.5)
+    graph = gradients_of(model, tf.ones((5, 6, 4)))
+    called = {
+        name: inner.attr["_noinline"].b
+        for name, inner in functions_of(graph).items()
+    }
+    forward = [value for name, value in called.items() if "forward" in name]
+    backward = [value for name, value in called.items() if "backward" in name]
+    assert forward == [not accelerator]
+    assert backward == [False]
+
+
+@of_keras_3
+@pytest.mark.parametrize("name", ["batch", "masks", "projection", "partly_frozen"])
+def test_training_is_the_same_where_there_are_gpus(name, monkeypatch):
+    x = tf.constant(data(5, 6, 4) if name in ("batch", "partly_frozen") else data(5, 4))
+    if name == "masks":
+        x = tf.constant([[1, 2, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 0, 0]])
+    called = trained(MODELS[name], x)
+    monkeypatch.setattr(_keras, "has_accelerator", lambda: True)
+    copied = trained(MODELS[name], x)
+    assert len(set(called[0])) > 1
+    for kind in range(3):
+        for a, b in zip(called[kind], copied[kind]):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@of_keras_3
+@pytest.mark.parametrize("skip", ["identity", None])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_gradients_of_gradients_are_those_of_blocks_alone(skip, persistent, monkeypatch):
+    def gradients():
+        keras.utils.set_random_seed(3)
+        x = inputs = keras.Input((4,))
+        for i in range(4):
+            layer = StochasticDepth(L.Dense(4, activation="tanh"), 0.6, skip=skip, seed=i)
+            x = layer(x, shortcut=x) if skip is None else layer(x)
+        model = keras.Model(inputs, x)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                with tf.GradientTape(persistent=persistent) as inner:
+                    inner.watch(x)
+                    loss = tf.reduce_sum(tf.square(model(x, training=True)))
+                steepness = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+            return tape.gradient(steepness, model.trainable_variables)
+
+        return [step(tf.constant(data(3, 4))) for _ in range(5)]
+
+    together = gradients()
+    monkeypatch.setattr(_keras, "likeness", lambda layer: None)
+    alone = gradients()
+    assert any(np.any(g) for step in together for g in step)
+    for a, b in zip(together, alone):
+        for x, y in zip(a, b):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@of_keras_3
+def test_blocks_of_other_sizes_have_a_function_each():
+    """Two signatures of what is otherwise one function: the gradients of both are copied."""
+    x = inputs = keras.Input((8, 8, 2))
+    for i in range(4):
+        x = StochasticDepth(L.Conv2D(2, 3, padding="same"), 0.5)(x, shortcut=x)
+        x = L.MaxPooling2D()(x) if i == 1 else x
+    model = keras.Model(inputs, x)
+    graph = gradients_of(model, tf.ones((1, 8, 8, 2)))
+    called = [
+        inner.attr["_noinline"].b
+        for name, inner in functions_of(graph).items()
+        if "backward" in name
+    ]
+    assert called == [False, False]
+
+
+def test_a_tensorflow_that_makes_gradients_otherwise_is_left_to_it():
+    class Function:
+        def get_concrete_function(self, x):
+            assert x == 2
+            return object()
+
+    assert _keras.copy_gradient(Function(), [2]) is None
+
+
 @of_keras_3
 def test_each_block_keeps_its_own_switch_and_probability():
     model = keras.Sequential(
@@ -308,14 +410,7 @@ def test_no_gradients_but_those_of_what_is_trained(rescale):
     x = keras.Input((4,))
     block = keras.Sequential([keras.Input((4,)), L.Dense(4), L.BatchNormalization()])
     model = keras.Model(x, StochasticDepth(block, rescale=rescale)(x, shortcut=x))
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(x, training=True))
-        return tape.gradient(loss, model.trainable_weights)
-
-    graph = step.get_concrete_function(tf.ones((3, 4))).graph.as_graph_def()
+    graph = gradients_of(model, tf.ones((3, 4)))
     backward = [f for name, f in functions_of(graph).items() if "backward" in name]
     conditionals = [n for f in backward for n in f.node_def if n.op == "StatelessIf"]
     assert len(conditionals) == 1

@@ -666,3 +666,30 @@ def test_keras_3_keeps_a_scope_without_state_off_its_variables():
         other = drop(tf.ones((1, 64)), training=True)  # the scope has a state of its own
     assert not np.array_equal(first, other)
     np.testing.assert_array_equal(state.numpy(), after)
+
+
+def test_the_gradient_of_a_function_is_made_when_it_is_first_needed():
+    """And can be another one that is made of the same graph."""
+    function = tf.function(tf.square, experimental_attributes={"_noinline": True})
+    concrete = function.get_concrete_function(tf.constant(2.0))
+    pairs = concrete._delayed_rewrite_functions
+    construct, made = pairs._construct_forward_backward, []
+
+    def construct_again(count):
+        forward, backward = construct(count)
+        assert backward.inference_fn.attributes["_noinline"].b
+        made.append(type(backward).from_func_graph(backward.graph, backward.function_type, {}))
+        return forward, made[-1]
+
+    pairs._construct_forward_backward = construct_again
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x)
+
+    assert float(step(tf.constant(2.0))) == 4.0
+    assert len(made) == 1
+    assert "_noinline" not in made[0].inference_fn.attributes

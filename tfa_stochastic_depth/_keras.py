@@ -1333,6 +1333,28 @@ def traced_here():
     return kept[0]
 
 
+def copy_gradient(function, arguments):
+    """Has the gradient of a `tf.function` that is called as it is ("_noinline") copied instead.
+
+    That is for what is differentiated once. For gradients of gradients, and for a TensorFlow that
+    makes them in another way, they are called as well, which is only slower.
+    """
+    concrete = function.get_concrete_function(*arguments)
+    pairs = getattr(concrete, "_delayed_rewrite_functions", None)
+    construct = getattr(pairs, "_construct_forward_backward", None)
+    if construct is None or "_construct_forward_backward" in vars(pairs):  # done before
+        return
+
+    def construct_copied(count):
+        forward, backward = construct(count)
+        attributes = dict(backward.inference_fn.attributes)
+        del attributes["_noinline"]
+        graph, signature = backward.graph, backward.function_type
+        return forward, type(backward).from_func_graph(graph, signature, attributes)
+
+    pairs._construct_forward_backward = construct_copied
+
+
 def likeness(layer):
     """A hashable value that is equal for layers that do the same, but for their weights.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfa_stochastic_depth import _keras
 
 
-def call_shared(key, function, arguments):
+def call_shared(key, function, arguments, as_it_is=False):
     """Calls `function(*arguments)`, traced once for all calls in this graph that have the same key.
 
     Args:
@@ -20,6 +20,10 @@ def call_shared(key, function, arguments):
         function: A function of nested structures of tensors, which come with their masks, and
             plain values. It returns a structure of tensors.
         arguments: Its arguments. Other values than tensors must be the same for the same key.
+        as_it_is: Whether the runtime calls the function as it is, and copies only its gradient into
+            this graph. Each copy is prepared for running anew, so that the first step takes
+            longer; but what a called function gives is there only when it has all been computed,
+            and of a gradient every part is waited for by itself.
     """
     leaves = tf.nest.flatten(arguments)
     tensors = list({id(x): x for x in leaves if tf.is_tensor(x)}.values())
@@ -35,8 +39,12 @@ def call_shared(key, function, arguments):
             values = [x if i is None else tensors[i] for x, i in zip(leaves, places)]
             return function(*tf.nest.pack_sequence_as(arguments, values))
 
-        # TensorFlow copies it into the graph for each call. Called as it is ("_noinline") it would
-        # be prepared once, and the first step of a ResNet-110 take a third less; but the gradient
-        # of each block would be waited for as a whole, which takes 7 % of every step.
-        functions[key] = tf.function(traced, autograph=False)
-    return functions[key](tensors, [_keras.mask_of(x) for x in tensors])
+        functions[key] = tf.function(
+            traced,
+            autograph=False,
+            experimental_attributes={"_noinline": True} if as_it_is else None,
+        )
+    given = tensors, [_keras.mask_of(x) for x in tensors]
+    if as_it_is:
+        _keras.copy_gradient(functions[key], given)
+    return functions[key](*given)
