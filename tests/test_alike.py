@@ -285,10 +285,7 @@ def test_the_runtime_calls_the_forward_pass_and_copies_its_gradient(accelerator,
     monkeypatch.setattr(_keras, "has_accelerator", lambda: accelerator)
     model = wrap_residuals(network(6), 0.5)
     graph = gradients_of(model, tf.ones((5, 6, 4)))
-    called = {
-        name: inner.attr["_noinline"].b
-        for name, inner in functions_of(graph).items()
-    }
+    called = {name: inner.attr["_noinline"].b for name, inner in functions_of(graph).items()}
     forward = [value for name, value in called.items() if "forward" in name]
     backward = [value for name, value in called.items() if "backward" in name]
     assert forward == [not accelerator]
