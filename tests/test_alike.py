@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from helpers import KERAS_3, data, functions_of, randomize, trainable_variables, wrappers
-from tfa_stochastic_depth import StochasticDepth, _keras, set_survival_probs, wrap_residuals
+from tfa_stochastic_depth import StochasticDepth, _keras, alike, set_survival_probs, wrap_residuals
 
 keras = tf.keras
 L = keras.layers
@@ -253,7 +253,7 @@ def test_one_function_for_all_that_are_alike(mode, different):
     @tf.function
     def step(x):
         y = model(x, training=True)
-        kinds.append(len(_keras.traced_here()))
+        kinds.append(len(_keras.kept_here("functions")))
         return y
 
     graph = step.get_concrete_function(tf.ones((5, 6, 4))).graph.as_graph_def()
@@ -278,29 +278,40 @@ def gradients_of(model, x):
     return step.get_concrete_function(x).graph.as_graph_def()
 
 
+def called_of(graph, kind):
+    """Of functions of a kind, whether they are called by the runtime, not copied."""
+    functions = functions_of(graph).items()
+    return [inner.attr["_noinline"].b for name, inner in functions if f"__{kind}_traced" in name]
+
+
 @of_keras_3
+@pytest.mark.parametrize("mode", ["batch", "row"])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_the_runtime_calls_the_forward_pass_and_copies_its_gradient(accelerator, monkeypatch):
-    """On a CPU. Where there is a GPU both are copied, and the switches are drawn ahead of them."""
+@pytest.mark.parametrize("depth", [24, 25])
+def test_the_forward_passes_of_many_blocks_are_called(mode, accelerator, depth, monkeypatch):
     monkeypatch.setattr(_keras, "has_accelerator", lambda: accelerator)
-    model = wrap_residuals(network(6), 0.5)
-    graph = gradients_of(model, tf.ones((5, 6, 4)))
-    called = {name: inner.attr["_noinline"].b for name, inner in functions_of(graph).items()}
-    forward = [value for name, value in called.items() if "forward" in name]
-    backward = [value for name, value in called.items() if "backward" in name]
-    assert forward == [not accelerator]
-    assert backward == [False]
+    inputs = keras.Input((4,))
+    x = L.Dense(4)(inputs)
+    for i in range(depth):  # two kinds, counted together
+        layer = StochasticDepth(L.Activation(["tanh", "relu"][i % 2]), 0.5, mode=mode)
+        x = layer(x, shortcut=x)
+    graph = gradients_of(keras.Model(inputs, x), tf.ones((2, 4)))
+    called = depth == 25 and mode == "batch" and not accelerator
+    assert called_of(graph, "forward") == [called] * 2
+    assert called_of(graph, "backward") == [False] * 2
 
 
 @of_keras_3
-@pytest.mark.parametrize("name", ["batch", "masks", "projection", "partly_frozen"])
-def test_training_is_the_same_where_there_are_gpus(name, monkeypatch):
+@pytest.mark.parametrize("name", ["batch", "masks", "projection", "partly_frozen", "mixed"])
+def test_training_is_the_same_where_blocks_are_called(name, monkeypatch):
     x = tf.constant(data(5, 6, 4) if name in ("batch", "partly_frozen") else data(5, 4))
     if name == "masks":
         x = tf.constant([[1, 2, 0, 0, 0, 0], [3, 4, 5, 6, 7, 8], [1, 1, 1, 0, 0, 0]])
-    called = trained(MODELS[name], x)
-    monkeypatch.setattr(_keras, "has_accelerator", lambda: True)
     copied = trained(MODELS[name], x)
+    monkeypatch.setattr(alike, "COPIES", 0)
+    called = trained(MODELS[name], x)
+    graph = called[3].get_concrete_function(x).graph.as_graph_def()
+    assert any(called_of(graph, "forward"))
     assert len(set(called[0])) > 1
     for kind in range(3):
         for a, b in zip(called[kind], copied[kind]):
@@ -310,7 +321,10 @@ def test_training_is_the_same_where_there_are_gpus(name, monkeypatch):
 @of_keras_3
 @pytest.mark.parametrize("skip", ["identity", None])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_gradients_of_gradients_are_those_of_blocks_alone(skip, persistent, monkeypatch):
+@pytest.mark.parametrize("copies", [24, 0])
+def test_gradients_of_gradients_are_those_of_blocks_alone(skip, persistent, copies, monkeypatch):
+    monkeypatch.setattr(alike, "COPIES", copies)
+
     def gradients():
         keras.utils.set_random_seed(3)
         x = inputs = keras.Input((4,))
@@ -340,20 +354,17 @@ def test_gradients_of_gradients_are_those_of_blocks_alone(skip, persistent, monk
 
 
 @of_keras_3
-def test_blocks_of_other_sizes_have_a_function_each():
-    """Two signatures of what is otherwise one function: the gradients of both are copied."""
+def test_blocks_of_other_sizes_have_a_function_each(monkeypatch):
+    """Two signatures of what is otherwise one function."""
+    monkeypatch.setattr(alike, "COPIES", 3)
     x = inputs = keras.Input((8, 8, 2))
     for i in range(4):
         x = StochasticDepth(L.Conv2D(2, 3, padding="same"), 0.5)(x, shortcut=x)
         x = L.MaxPooling2D()(x) if i == 1 else x
     model = keras.Model(inputs, x)
     graph = gradients_of(model, tf.ones((1, 8, 8, 2)))
-    called = [
-        inner.attr["_noinline"].b
-        for name, inner in functions_of(graph).items()
-        if "backward" in name
-    ]
-    assert called == [False, False]
+    assert called_of(graph, "forward") == [True, True]
+    assert called_of(graph, "backward") == [False, False]
 
 
 def test_a_tensorflow_that_makes_gradients_otherwise_is_left_to_it():
@@ -362,7 +373,7 @@ def test_a_tensorflow_that_makes_gradients_otherwise_is_left_to_it():
             assert x == 2
             return object()
 
-    assert _keras.copy_gradient(Function(), [2]) is None
+    assert _keras.call_forward_pass(Function(), [2], lambda: True) is None
 
 
 @of_keras_3

@@ -669,14 +669,16 @@ def test_keras_3_keeps_a_scope_without_state_off_its_variables():
 
 
 def test_the_gradient_of_a_function_is_made_when_it_is_first_needed():
-    """And can be another one that is made of the same graph."""
-    function = tf.function(tf.square, experimental_attributes={"_noinline": True})
+    """By a method that can be replaced, of attributes that can be changed."""
+    function = tf.function(tf.square, autograph=False)
     concrete = function.get_concrete_function(tf.constant(2.0))
     pairs = concrete._delayed_rewrite_functions
     construct, made = pairs._construct_forward_backward, []
 
     def construct_again(count):
+        pairs._attrs = {**pairs._attrs, "_noinline": True}
         forward, backward = construct(count)
+        assert forward.attributes["_noinline"].b
         assert backward.inference_fn.attributes["_noinline"].b
         made.append(type(backward).from_func_graph(backward.graph, backward.function_type, {}))
         return forward, made[-1]

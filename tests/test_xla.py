@@ -492,8 +492,7 @@ def test_switches_are_drawn_on_the_host(mode):
 
 
 @pytest.mark.parametrize("mode", ["batch", "row"])
-def test_so_are_those_that_are_handed_to_a_function(mode, monkeypatch):
-    monkeypatch.setattr(_keras, "has_accelerator", lambda: True)
+def test_so_are_those_that_are_handed_to_a_function(mode):
     layer = StochasticDepth(L.Activation("tanh"), 0.5, mode=mode)
     run = tf.function(lambda x: layer(x, shortcut=x, training=True))
     graph = run.get_concrete_function(tf.ones((4, 2))).graph

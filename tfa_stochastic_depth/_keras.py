@@ -1325,19 +1325,20 @@ def variables_in_order(layer):
     return list(found.values())
 
 
-def traced_here():
-    """A dict that belongs to the graph that is being traced."""
-    kept = tf.compat.v1.get_default_graph().get_collection_ref("tfa_stochastic_depth")
+def kept_here(name):
+    """A dict of this name that belongs to the graph that is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    kept = graph.get_collection_ref(f"tfa_stochastic_depth/{name}")
     if not kept:
         kept.append({})
     return kept[0]
 
 
-def copy_gradient(function, arguments):
-    """Has the gradient of a `tf.function` that is called as it is ("_noinline") copied instead.
+def call_forward_pass(function, arguments, when):
+    """Has the runtime call the forward pass of a `tf.function`, and copy its gradient.
 
-    That is for what is differentiated once. For gradients of gradients, and for a TensorFlow that
-    makes them in another way, they are called as well, which is only slower.
+    It does so if `when()` is true at the time that a gradient is asked for. For gradients of
+    gradients, and by a TensorFlow that makes them in another way, both are copied.
     """
     concrete = function.get_concrete_function(*arguments)
     pairs = getattr(concrete, "_delayed_rewrite_functions", None)
@@ -1345,14 +1346,21 @@ def copy_gradient(function, arguments):
     if construct is None or "_construct_forward_backward" in vars(pairs):  # done before
         return
 
-    def construct_copied(count):
-        forward, backward = construct(count)
+    def construct_called(count):
+        if not when():
+            return construct(count)
+        copied = pairs._attrs
+        pairs._attrs = {**copied, "_noinline": True}
+        try:
+            forward, backward = construct(count)
+        finally:
+            pairs._attrs = copied
         attributes = dict(backward.inference_fn.attributes)
         del attributes["_noinline"]
         graph, signature = backward.graph, backward.function_type
         return forward, type(backward).from_func_graph(graph, signature, attributes)
 
-    pairs._construct_forward_backward = construct_copied
+    pairs._construct_forward_backward = construct_called
 
 
 def likeness(layer):

@@ -17,7 +17,7 @@ from tfa_stochastic_depth.masks import set_masks, stand_in_masks, sum_masks
 from tfa_stochastic_depth.recompute import describe, note_dear, run_or_skip_twice
 from tfa_stochastic_depth.rows import ALL, Rows, choose_rows
 from tfa_stochastic_depth.survival import check_sequence, check_survival_prob
-from tfa_stochastic_depth.switch import draw_switch, draw_switch_by_call, run_or_skip
+from tfa_stochastic_depth.switch import draw_switch_by_call, run_or_skip
 from tfa_stochastic_depth.zeros import Specs, zeros_like_output
 
 keras = _keras.keras
@@ -333,16 +333,9 @@ class StochasticDepth(_keras.Wrapper):
             _keras.build(self.skip, (arguments.inputs,), {})
         if tf.executing_eagerly():  # one side is computed now, and the other may be wrong
             self._check_sides(arguments)
+        draw = self._draw_rows if self.mode == "row" else self._draw_switch
         with _keras.on_host():
-            seed = _keras.next_seed(self._seed_state)
-        shared = self._run_like_others(seed, arguments, training)
-        results, losses = shared or self._run_alone(seed, arguments, training)
-        _keras.add_losses(self, losses)
-        return results
-
-    def _run_alone(self, seed, arguments, training):
-        """Runs the layer or not. Returns (results, losses)."""
-        rows, switch = self._draw(seed, arguments, training)
+            rows, switch = draw(arguments, training)
 
         def run(arguments):
             return _keras.collect_losses(self, lambda: self._kept(arguments, training, rows))
@@ -351,25 +344,30 @@ class StochasticDepth(_keras.Wrapper):
             return self._dropped(arguments, training, kept)
 
         sides = [lambda: run(arguments), lambda kept: skip(arguments, kept)]
-        if self.mode == "row" and tf.is_tensor(switch):
-            return self._run_on_rows(switch, sides[0])
-        if _keras.compiles_with_xla() and tf.is_tensor(switch):
-            return self._run_or_skip_by_xla(switch, sides, run, skip, arguments)
-        return run_or_skip(switch, *sides)
+        shared = self._run_like_others(switch, arguments, training, rows)
+        if shared is not None:
+            results, losses = shared
+        elif self.mode == "row" and tf.is_tensor(switch):
+            results, losses = self._run_on_rows(switch, sides[0])
+        elif _keras.compiles_with_xla() and tf.is_tensor(switch):
+            results, losses = self._run_or_skip_by_xla(switch, sides, run, skip, arguments)
+        else:
+            results, losses = run_or_skip(switch, *sides)
+        _keras.add_losses(self, losses)
+        return results
 
-    def _draw(self, seed, arguments, training):
-        """Returns (the rows to run, whether they are run)."""
-        with _keras.on_host():
-            if self.mode == "row":
-                return self._draw_rows(seed, arguments, training)
-            switch = draw_switch_by_call(seed, tf.convert_to_tensor(self._survival_prob))
-            if training is not True:  # a tensor: at inference every layer runs
-                switch = tf.logical_or(switch, tf.logical_not(training))
-            return ALL, switch
+    def _draw_switch(self, arguments, training):
+        """Returns (all rows, the switch for them)."""
+        seed, p = _keras.next_seed(self._seed_state), tf.convert_to_tensor(self._survival_prob)
+        switch = draw_switch_by_call(seed, p)
+        if training is not True:  # a tensor: at inference every layer runs
+            switch = tf.logical_or(switch, tf.logical_not(training))
+        return ALL, switch
 
-    def _draw_rows(self, seed, arguments, training):
+    def _draw_rows(self, arguments, training):
+        """Returns (the rows to run, whether there are any)."""
         self._check_row_by_row(arguments)
-        size = arguments.batch_size()
+        seed, size = _keras.next_seed(self._seed_state), arguments.batch_size()
         by_xla = _keras.compiles_with_xla()
         if by_xla:  # it needs to know the number of rows
             self.compiled_survival_prob = self.survival_prob
@@ -382,10 +380,10 @@ class StochasticDepth(_keras.Wrapper):
         p = self.survival_prob if known else tf.convert_to_tensor(self._survival_prob)
         return choose_rows(seed, p, size, training, static=by_xla)
 
-    def _likeness(self, training):
+    def _likeness(self, switch, training):
         """What is equal for blocks that can share a traced function; `None` if this cannot."""
         in_graph = not tf.executing_eagerly() and not _keras.compiles_with_xla()
-        if not (in_graph and training is True and _keras.runs_stateless()):
+        if not (in_graph and training is True and tf.is_tensor(switch) and _keras.runs_stateless()):
             return None
         if _keras.has_stand_in(self._survival_prob):
             return None
@@ -394,12 +392,12 @@ class StochasticDepth(_keras.Wrapper):
             return None
         return *parts, self.mode, self.rescale, self.compute_dtype
 
-    def _run_like_others(self, seed, arguments, training):
+    def _run_like_others(self, switch, arguments, training, rows):
         """Runs the layer or not, by a function that is traced for one of those that are alike.
 
         Returns (results, losses), or `None` if that cannot be.
         """
-        key = self._likeness(training)
+        key = self._likeness(switch, training)
         if key is None:
             return None
         parts = [x for x in (self.layer, self.skip) if _keras.is_layer(x)]
@@ -409,17 +407,9 @@ class StochasticDepth(_keras.Wrapper):
         key = *key, *(v.trainable for v in variables)
         assigned = [v for v in variables if not v.trainable]
         read = [*assigned, *(v for v in variables if v.trainable), self._survival_prob]
-        values = _keras.current_values(read)
-        # One call draws the switch and does what follows from it. Where there are GPUs the switches
-        # are drawn ahead of the blocks, and rows are added in place, which no call can do.
-        by_call = self.mode == "batch" and not _keras.has_accelerator()
-        rows, switch = (ALL, None) if by_call else self._draw(seed, arguments, training)
-        given = seed if by_call else None, switch, rows.parts(), arguments.parts(), values
 
-        def function(seed, switch, rows, arguments, values):
-            rows, arguments = Rows(*rows), Arguments(*arguments)
-            if by_call:
-                switch = draw_switch(seed, values[-1])
+        def function(switch, arguments, rows, values):
+            arguments, rows = Arguments(*arguments), Rows(*rows)
 
             def run():
                 kept = lambda: self._kept(arguments, training, rows)  # noqa: E731
@@ -437,8 +427,11 @@ class StochasticDepth(_keras.Wrapper):
             after = [tf.where(switch, new, old) for new, old in zip(after, values)]
             return (results, after), [tf.where(switch, x, tf.zeros_like(x)) for x in losses]
 
+        values = _keras.current_values(read)
+        given = switch, arguments.parts(), rows.parts(), values
         try:
-            (results, after), losses = call_shared(key, function, given, by_call)
+            # Rows are added in place, which a function cannot do to what it is called with.
+            (results, after), losses = call_shared(key, function, given, self.mode == "batch")
         except _keras.Reassigned:
             return None
         for variable, value in zip(assigned, after):
