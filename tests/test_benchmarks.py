@@ -29,9 +29,10 @@ def numbers(value):
     return [value]
 
 
-def test_a_run_writes_every_variant_with_finite_numbers(bench, tmp_path, capsys):
+def test_a_run_writes_every_variant_with_finite_numbers(bench, tmp_path, capsys, monkeypatch):
     path = tmp_path / "new" / "results.json"
     picture = path.with_suffix(".png")
+    monkeypatch.setattr(bench("run"), "Setting", None)  # measured in another process
     options = "--quick --turns 3 --only convnext graph float32 --json".split()
     bench("run").main([*options, str(path), "--png", str(picture)])
     (panel,) = json.loads(path.read_text())["steps"].values()
